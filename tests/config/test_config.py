@@ -96,6 +96,7 @@ def test_broken_toml_is_told_with_its_place(write) -> None:  # type: ignore[no-u
         load_settings(write("max_steps = = 3"))
 
 
+JOINED = ["--generator.replicas", "{min = 1, max = 2}"]
 TRANSFERRED = ["--transport.weights", "nccl"]
 ON_GPUS = ["--trainer.device", "cuda", "--generator.engine", "vllm"]
 
@@ -109,7 +110,7 @@ ON_GPUS = ["--trainer.device", "cuda", "--generator.engine", "vllm"]
         (["--scheduling.row_tokens", "100"], "write scheduling.row_tokens = "),
         (
             ["--scheduling.group_release", "early", "--scheduling.advantage", "mean_std"],
-            "needs all of a group's rewards",
+            "is no reward less the mean of the siblings that are known",
         ),
         (
             ["--scheduling.group_release", "early", "--scheduling.advantage", "maxrl"],
@@ -164,6 +165,12 @@ ON_GPUS = ["--trainer.device", "cuda", "--generator.engine", "vllm"]
             [*TRANSFERRED, *ON_GPUS, "--trainer.lora.rank", "4", "--trainer.lora.publish", "adapters"],
             "adapters are installed from files",
         ),
+        ([*TRANSFERRED, *ON_GPUS, *JOINED], "generators that join take no part in its group of GPUs"),
+        ([*JOINED, "--placement", "inline"], "needs generators in processes of their own"),
+        (["--generator.join_address", "tcp://127.0.0.1:1"], "generator.replicas = 1 takes none in: leave it out"),
+        (["--generator.join_key", "key"], "for generator.join_address, which is unset"),
+        ([*JOINED, "--generator.join_address", "tcp://10.0.0.1:1"], "give generator.join_key as well"),
+        (["--generator.replicas", "{min = 3, max = 2}"], "min is 3 and max 2: give a max that is no smaller"),
     ],
 )
 def test_contradictions_say_what_to_write_instead(overrides: list[str], message: str) -> None:
@@ -185,9 +192,9 @@ def test_every_contradiction_is_told_where_it_stands(write) -> None:  # type: ig
 
 def test_the_only_environment_is_called_as_the_command_line_calls_it() -> None:
     with pytest.raises(
-        SettingsError, match=r"^command line: environment\.wait is no setting; known in environment: args"
+        SettingsError, match=r"^command line: environment\.patience is no setting; known in environment: args"
     ):
-        load_settings("quickstart", ["--environment.wait", "2"])
+        load_settings("quickstart", ["--environment.patience", "2"])
 
 
 @pytest.mark.parametrize(
@@ -228,6 +235,24 @@ def test_a_file_that_is_no_text_is_told(tmp_path: Path) -> None:
 def test_a_file_with_a_space_in_its_name_names_a_run(tmp_path: Path) -> None:
     (tmp_path / "my run.toml").write_text(MINIMAL)
     assert load_settings(str(tmp_path / "my run.toml")).name == "my-run"
+
+
+@pytest.mark.parametrize("prefix", ["*", "team*", "a?", "[ab]", "", "a b", "\\", "ä", "a\n"])
+def test_a_prefix_of_keys_that_would_find_others_is_refused(prefix: str) -> None:
+    with pytest.raises(SettingsError, match=r"transport.redis.prefix = .* names no keys: write letters, digits"):
+        load_settings("quickstart", ["--transport.redis.prefix", prefix])
+
+
+def test_a_prefix_of_keys_may_be_of_several_words() -> None:
+    settings = load_settings("quickstart", ["--transport.redis.prefix", "team-1:tail_race.v2"])
+    assert settings.transport.redis.prefix == "team-1:tail_race.v2"
+
+
+def test_only_a_name_is_told_to_name_a_folder() -> None:
+    with pytest.raises(SettingsError, match="placement = 'a b': string should match pattern"):
+        load_settings("quickstart", ["--placement", "a b"])
+    with pytest.raises(SettingsError, match="name = 'a b' cannot name a folder"):
+        load_settings("quickstart", ["--name", "a b"])
 
 
 def test_a_run_without_an_end_is_refused(write) -> None:  # type: ignore[no-untyped-def]

@@ -22,6 +22,7 @@ from tailrace.training.step.offloaded_moments import OffloadedAdamW
 from tailrace.training.trainer import Trainer
 from tests.devices.stand_in import stand_in_gpu
 from tests.training.losses.support import BUILT_IN, settings_of
+from tests.training.rows.test_shared_prefixes import batch_with_common_beginnings
 from tests.training.tiny import CONFIGS, VOCABULARY, build_batch, demonstrating
 
 
@@ -163,6 +164,26 @@ def test_components_keep_to_the_device_and_never_wait_for_it(
         reads_of_three_rows = gpu.reads - before - reads_of_one_row
     assert result.version == 2
     assert reads_of_one_row == reads_of_three_rows, "a micro-batch waits for the device"
+
+
+def test_by_itself_the_trainer_computes_in_16_bits_and_shared_prompts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tailrace.training.trainer.load_causal_lm", load)
+    settings, loss = TrainerSettings(device="cuda"), load_loss(settings_of("clipped_ratio"))
+    assert (settings.chosen_dtype, settings.chosen_head_dtype) == ("bfloat16", "bfloat16")
+    batches = [
+        batch_with_common_beginnings((40, 22, 38, 25), common=14),
+        build_batch(lengths=(40, 22, 38, 25), rows=(4,), step=2, version=1),
+    ]
+    with stand_in_gpu() as gpu:
+        policy = PolicyModel(build("qwen3", "float32", device="cuda"), dtype="bfloat16", head_dtype="bfloat16")
+        shared, plain = (MicroBatch.of(batch.row(0), 0, "cuda", padded=policy.pads_segments) for batch in batches)
+        assert shared.input_ids.shape[1] <= 125 - 14 - 14 - 7
+        assert plain.input_ids.shape[1] == 125
+        before = gpu.reads
+        policy(shared, loss).total.backward()
+        assert gpu.reads == before
+        trainer = Trainer(settings, model_name="qwen3", max_steps=10, max_staleness=4)
+        assert [trainer.train_step(batch).version for batch in batches] == [1, 2]
 
 
 MASKS = [

@@ -42,7 +42,7 @@ async def test_the_environments_on_the_page_play(page: dict[str, Any], name: str
 async def test_the_class_in_trls_form_on_the_page_counts(page: dict[str, Any]) -> None:
     spec: EnvironmentSpec = page["increments"]
     result = await play(spec, spec.train_task(3), [calls("increment", {"step": 3}), "Done."])
-    assert result.metrics == {"near": 0.5, "tool_errors": 0.0}
+    assert result.metrics == {"near": 0.75, "tool_errors": 0.0}
 
 
 async def test_the_tool_on_the_page_answers(page: dict[str, Any]) -> None:

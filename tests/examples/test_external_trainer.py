@@ -20,9 +20,8 @@ import tailrace
 from tailrace.config import load_settings
 from tailrace.errors import SettingsError
 from tailrace.feed import StreamedSample
-from tailrace.transport.samples.codec import decode_sample, encode_sample
 from tests.run.runs import IMPORTS, PATIENCE_S, ROOT, environment, records, rollouts
-from tests.support.fed_runs import feed_samples
+from tests.support.fed_runs import as_received, feed_samples
 from tests.support.redis_servers import needs_redis
 
 SETTINGS = ROOT / "examples" / "external_trainer.toml"
@@ -87,7 +86,7 @@ def test_a_trainer_of_plain_torch_is_fed_takes_its_own_steps_and_ends_the_run(tm
 
 
 def samples(count: int) -> list[StreamedSample]:
-    return [decode_sample(encode_sample(one, run="run", epoch="epoch")) for one in feed_samples(count)]
+    return as_received(feed_samples(count))
 
 
 def test_what_trl_reads_is_each_sample_with_its_prompt_on_the_left() -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator
+import json
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import httpx
@@ -69,6 +70,13 @@ async def test_a_schema_reaches_the_engine(
         ({"response_format": {"type": "json_object"}, "tools": [TOOL]}, "with tools is not supported"),
         ({"response_format": {"type": "grammar"}}, "may be text, json_object or json_schema"),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": "any"}}}, "must be an object"),
+        ({"tool_choice": "required"}, "forces a call of a tool, and `tools` has none"),
+        (
+            {"tool_choice": {"type": "function", "function": {"name": "sub"}}, "tools": [TOOL]},
+            "forces a call of the tool 'sub', and `tools` has none",
+        ),
+        ({"tool_choice": {"type": "allowed_tools"}, "tools": [TOOL]}, "may be auto, none, required or a function"),
+        ({"tool_choice": "required", "tools": [TOOL]}, "this engine does not guide decoding"),
         (
             {"response_format": {"type": "json_object"}},
             "this engine does not guide decoding: generator.engine = 'vllm'",
@@ -84,3 +92,83 @@ async def test_what_no_engine_or_this_one_cannot_promise_is_refused_with_the_rea
     ):
         refused = await client.post("/v1/chat/completions", json={**CHAT, **more})
     assert (refused.status_code, says in refused.json()["error"]["message"]) == (400, True), refused.text
+
+
+ADDS = {**SCHEMA, "$defs": {"number": {"type": "integer"}}}
+CALLED = '[{"name":"add","arguments":{"name":"Ada"}}]'
+CHAT_TOOLS = {"tools": [{"type": "function", "function": {"name": "add", "parameters": ADDS}}]}
+RESPONSE_TOOLS = {"tools": [{"type": "function", "name": "add", "parameters": ADDS}]}
+MESSAGE_TOOLS = {"tools": [{"name": "add", "input_schema": ADDS}]}
+
+
+def call_in(path: str, answer: dict[str, Any]) -> tuple[str, Any, str]:
+    """The one call of an answer: its tool, its arguments, and why the reply ended."""
+    if path == "chat/completions":
+        (choice,) = answer["choices"]
+        (call,) = choice["message"]["tool_calls"]
+        return call["function"]["name"], json.loads(call["function"]["arguments"]), choice["finish_reason"]
+    if path == "responses":
+        (item,) = answer["output"]
+        return item["name"], json.loads(item["arguments"]), item["type"]
+    (block,) = answer["content"]
+    return block["name"], block["input"], answer["stop_reason"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "most", "ended"),
+    [
+        ("chat/completions", {**CHAT, **CHAT_TOOLS, "tool_choice": "required"}, None, "tool_calls"),
+        (
+            "chat/completions",
+            {**CHAT, **CHAT_TOOLS, "tool_choice": {"type": "function", "function": {"name": "add"}}},
+            1,
+            "tool_calls",
+        ),
+        ("responses", {**RESPONSE, **RESPONSE_TOOLS, "tool_choice": "required"}, None, "function_call"),
+        (
+            "responses",
+            {**RESPONSE, **RESPONSE_TOOLS, "tool_choice": {"type": "function", "name": "add"}},
+            1,
+            "function_call",
+        ),
+        ("messages", {**MESSAGE, **MESSAGE_TOOLS, "max_tokens": 99, "tool_choice": {"type": "any"}}, None, "tool_use"),
+        (
+            "messages",
+            {**MESSAGE, **MESSAGE_TOOLS, "max_tokens": 99, "tool_choice": {"type": "tool", "name": "add"}},
+            1,
+            "tool_use",
+        ),
+    ],
+)
+async def test_a_forced_call_is_guided_and_answered_as_a_call(
+    renderer_of: Callable[[str], ChatRenderer], path: str, body: dict[str, Any], most: int | None, ended: str
+) -> None:
+    hermes = renderer_of("hermes")
+    generate = ScriptedGenerate(hermes.tokenizer, [CALLED])
+    async with client_of(hermes, generate) as client:
+        answer = await client.post(f"/v1/{path}", json=body)
+        streamed = await client.post(f"/v1/{path}", json={**body, "stream": True})
+    assert answer.status_code == 200, answer.text
+    assert call_in(path, answer.json()) == ("add", {"name": "Ada"}, ended)
+    assert '\\"Ada\\"' in streamed.text
+    assert '[{\\"name' not in streamed.text  # nothing of the form is sent as text
+    for call in generate.calls:
+        schema = json.loads(call.sampling.json_schema or "")
+        (one,) = schema["items"]["anyOf"]
+        assert one["properties"] == {"name": {"type": "string", "enum": ["add"]}, "arguments": SCHEMA}
+        assert (schema["minItems"], schema.get("maxItems"), schema["$defs"]) == (1, most, ADDS["$defs"])
+    if path == "responses":
+        assert answer.json()["tool_choice"] == body["tool_choice"]
+
+
+async def test_a_forced_call_that_was_cut_is_the_text_that_there_is(
+    renderer_of: Callable[[str], ChatRenderer],
+) -> None:
+    hermes = renderer_of("hermes")
+    generate = ScriptedGenerate(hermes.tokenizer, [CALLED])
+    async with client_of(hermes, generate) as client:
+        body = {**CHAT, **CHAT_TOOLS, "tool_choice": "required", "max_tokens": 4}
+        (choice,) = (await client.post("/v1/chat/completions", json=body)).json()["choices"]
+    assert choice["finish_reason"] == "length"
+    assert CALLED.startswith(choice["message"]["content"])
+    assert not choice["message"].get("tool_calls")

@@ -10,7 +10,17 @@ from hypothesis import strategies as st
 from tailrace.batching import Packing, compute_advantages, form_batch, sample_group
 from tailrace.batching.slices import drained
 from tailrace.errors import TrainingError
-from tailrace.records import Branch, Group, GroupId, RolloutId, Task, TaskId
+from tailrace.records import (
+    Branch,
+    Completion,
+    FinishReason,
+    Group,
+    GroupId,
+    RolloutId,
+    Task,
+    TaskId,
+    TrainingSample,
+)
 from tests.scheduling.world import make_rollout
 
 TASK = Task(task_id=TaskId("toy/0"), environment="toy", index=0, row={})
@@ -36,6 +46,35 @@ def test_tokens_that_nothing_is_set_for_are_0_whenever_they_come() -> None:
         branch.columns["weights"][0] = 1
 
 
+@pytest.mark.parametrize("name", ["reference_kl_weights", "distillation_weights"])
+def test_weights_that_all_sampled_tokens_have_are_1_where_nothing_is_set(name: str) -> None:
+    group = group_of([3, 4, 2], {})
+    (first, second, third) = (rollout.branches[0] for rollout in group.rollouts)
+    first.set_column(name, [0, 2], start=first.num_tokens - 2)
+    first.set_column(name, [0.5], start=first.num_tokens - 3)
+    second.set_column(name, np.zeros(second.num_tokens), start=0)  # of its context, too, which bears nothing
+    sampled = sample_group(group, oldest_version=0)
+    planned = drained(form_batch([sampled], step=1, trainer_version=0, packing=Packing(30))).batch
+    assert planned.summary.loss_tokens == 9
+    assert planned.summary.weightless_tokens == {name: 1 + 4}
+    assert planned.summary.weighted_tokens(name) == 4
+    batch = planned.assembled()
+    own = dict(zip(batch.origins.rollout_ids, np.split(batch.columns[name], batch.sample_offsets[1:-1]), strict=True))
+    assert own["g.0"].tolist() == [1.0] * (first.num_tokens - 3) + [0.5, 0, 2]
+    assert not own["g.1"].any()
+    assert own["g.2"].tolist() == [1.0] * third.num_tokens
+
+
+def test_tokens_that_are_too_old_are_not_in_the_denominator_of_weights() -> None:
+    branch = branch_of(2)
+    for version in (3, 4, 4):
+        ids = np.zeros(2, np.int32)
+        branch.extend_completion(Completion(ids, np.zeros(2, np.float32), ids + version, FinishReason.STOP))
+    branch.set_column("reference_kl_weights", [0, 1, 0, 1, 1, 0], start=2)
+    sample = TrainingSample(RolloutId("g.0"), GroupId("g"), 1.0, branch, 1.0, oldest_version=4)
+    assert (branch.weightless("reference_kl_weights"), sample.weightless("reference_kl_weights")) == ({3: 1, 4: 2}, 2)
+
+
 @pytest.mark.parametrize(
     ("name", "values", "start", "message"),
     [
@@ -49,6 +88,8 @@ def test_tokens_that_nothing_is_set_for_are_0_whenever_they_come() -> None:
         ("cross_entropy_weights", [1.0, 1.0], 0, "a weight for the first token, which nothing before it predicts"),
         ("cross_entropy_weights", [float("nan")], 1, "one finite number for each token"),
         ("cross_entropy_weights", [[1.0]], 1, "one finite number for each token"),
+        ("reference_kl_weights", [float("inf")], 1, "one finite number for each token"),
+        ("distillation_weights", [[1.0]], 1, "one finite number for each token"),
         ("known", [[1.0, 2.0]], 0, r"'known' is float32 \[num_tokens\], and cannot be float32 \[num_tokens, 2\] too"),
     ],
 )

@@ -17,12 +17,12 @@ FILES = {"rollouts/step_000012.jsonl", "report.html", "metrics.jsonl"}
 
 
 def known_settings() -> set[str]:
-    """Every `section.name`."""
+    """Every `section`, which some are set by as a whole, and every `section.name`."""
     known = set()
     for block in settings_reference().split("\n## ")[1:]:
         section = re.match(r"`([\w.]+)`", block)
         if section:
-            known |= {f"{section[1]}.{name}" for name in re.findall(r"^\| `(\w+)` \|", block, re.M)}
+            known |= {section[1], *(f"{section[1]}.{name}" for name in re.findall(r"^\| `(\w+)` \|", block, re.M))}
     return known
 
 

@@ -79,6 +79,23 @@ def test_every_outcome_is_counted_with_its_reason() -> None:
     assert metrics["bias/wasted_tokens"] == filtered.num_completion_tokens
 
 
+def test_tokens_that_are_not_trained_on_are_counted_by_reason_and_environment() -> None:
+    recorder = RunRecorder()
+    trained, filtered, failed = a_group(0.0, 1.0, 0.5).rollouts
+    for rollout, outcome in (
+        (trained, Outcome.trained(1)),
+        (filtered, Outcome.filtered("stale")),
+        (failed, Outcome.failed("timeout")),
+    ):
+        recorder.tokens_dropped(rollout, outcome)
+    dropped = {name: value for name, value in recorder.flush().items() if "dropped_tokens" in name}
+    assert dropped == {
+        f"{whose}/dropped_tokens/{reason}": rollout.num_completion_tokens
+        for whose in ("rollout", f"environment/{trained.task.environment}")
+        for reason, rollout in (("stale", filtered), ("timeout", failed))
+    }
+
+
 def test_a_stopped_rollout_wastes_its_finished_turns_and_what_it_had_of_the_next_one() -> None:
     recorder = RunRecorder()
     stopped, at_the_end = a_group(0.0, 1.0).rollouts

@@ -71,7 +71,7 @@ def assert_self_contained(page: Page) -> None:
     assert {reference[1:] for reference in page.references} <= set(page.ids)
     assert len(page.ids) == len(set(page.ids))
     assert page.handlers == []
-    style = page.source[page.source.index("<style>") : page.source.index("</style>")]
+    style = page.source[page.source.index("<style") : page.source.index("</style>")]
     assert "@import" not in style
     assert "url(" not in style
 
@@ -149,6 +149,14 @@ def test_best_median_and_worst_come_from_the_newest_steps(run_folder: Path) -> N
     assert rewards[0] >= rewards[1] >= rewards[2]
     assert all(rollout.record.step > 7 for rollout in chosen[:3])
     assert chosen[3].record.step == 1
+
+
+def test_rollouts_are_chosen_of_steps_whose_tokens_are_there(run_folder: Path) -> None:
+    def steps(*with_tokens: int) -> list[int]:
+        return [rollout.record.step for rollout in choose_rollouts(run_folder / "rollouts", with_tokens)]
+
+    assert steps(4, 7, 10) == [10, 10, 10, 1]
+    assert steps(2, 6) == [6, 6, 6, 1]  # none of the newest five
 
 
 def test_the_examples_metrics_are_in_the_table(run_folder: Path) -> None:

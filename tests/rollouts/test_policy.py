@@ -316,6 +316,10 @@ async def test_tool_calls_are_parsed_and_tool_output_is_context(
     assert "TWO" in talk.prompt(1)
     assert "TWO" not in talk.tokenizer.decode(branch.token_ids[branch.loss_mask].tolist())
     assert talk.rollout.metrics["tool_calls"] == 1
+    ((start, end),) = branch.tool_spans
+    assert "TWO" in talk.tokenizer.decode(branch.token_ids[start:end].tolist())
+    assert not branch.loss_mask[start:end].any()
+    assert branch.loss_mask[[start - 1, end]].all()
 
 
 @pytest.mark.parametrize("model", ["hermes", "qwen3"])

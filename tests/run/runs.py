@@ -116,12 +116,14 @@ def command(
     name: str = "run",
     variables: Mapping[str, str] = MappingProxyType({}),
     within: Sequence[str] = (),
+    is_tiny: bool = True,
 ) -> Iterator[Command]:
-    """Start `tailrace train` with the tiny settings; whatever it started is gone afterwards.
+    """Start `tailrace train` with the tiny settings, or the quickstart's; whatever it started is gone afterwards.
 
     `variables` are of its environment, `within` is a command that becomes the one that it is given.
     """
-    arguments = ["train", "quickstart", *TINY, *environment("words"), "--name", name, *overrides]
+    tiny = (*TINY, *environment("words")) if is_tiny else ()
+    arguments = ["train", "quickstart", *tiny, "--name", name, *overrides]
     process = subprocess.Popen(
         [*within, Path(sys.executable).with_name("tailrace"), *arguments],
         cwd=parent,

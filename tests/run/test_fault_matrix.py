@@ -9,8 +9,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import psutil
 import pytest
 
+from tests.run.runs import command
 from tests.support.fault_cells import Cell, all_cells, run_cell
 
 pytestmark = pytest.mark.skipif(not Path("/proc").exists(), reason="looks at processes through /proc")
@@ -51,6 +53,15 @@ def test_a_run_ends_as_specified_whatever_is_struck_and_leaves_nothing(cell: Cel
         pytest.skip(f"this system permits no {cell.within.value}")
     outcome = run_cell(cell, tmp_path)
     assert (outcome.wrong, outcome.leaks) == ([], []), outcome.wrong
+
+
+def test_no_process_of_a_cell_imports_torch(tmp_path: Path) -> None:
+    with command(tmp_path, *Cell("worker", "none", "step").overrides, "--trainer.ranks", "2") as run:
+        run.wait_for_steps(1)
+        pids = [run.pid, *(child.pid for child in psutil.Process(run.pid).children(recursive=True))]
+        mapped = [Path(f"/proc/{pid}/maps").read_text() for pid in pids]
+    assert len(pids) >= 5  # two ranks, a generator, an agent worker
+    assert not any("libtorch" in files for files in mapped)  # folders of tests have their names
 
 
 def test_names_of_cells_are_unlike_and_the_quick_ones_exist() -> None:

@@ -54,6 +54,12 @@ def test_what_no_memory_holds_is_refused_with_the_figure(overrides: tuple[str, .
         require_room(tiny_settings(*overrides), memory)
 
 
+def test_a_data_set_whose_order_no_memory_holds_is_refused() -> None:
+    require_room(tiny_settings(), MEMORY, tasks=[10_000, 10**8])
+    with pytest.raises(SettingsError, match=r"the order of 1,000,000,000 tasks would take about 48\.0 GB .* lower env"):
+        require_room(tiny_settings(), MEMORY, tasks=[10_000, 10**9])
+
+
 async def test_it_is_refused_before_anything_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "total_memory", lambda: 10**8)
     with pytest.raises(SettingsError, match="would take about"):
@@ -66,6 +72,7 @@ async def test_it_is_refused_before_anything_is_made(tmp_path: Path, monkeypatch
     [
         (("--scheduling.batch_size", "1000000000"), "scheduling.batch_size = 1000000000"),
         (("--generator.slots", "1000000000"), "generator.slots = 1000000000"),
+        (("--environment.args.num_train_tasks", "1000000000000"), "the order of 1,000,000,000,000 tasks"),
         (("--scheduling.row_tokens", "1000000000"), "scheduling.row_tokens = 1000000000"),
         (("--rollouts.max_tokens", "1000000000"), "rollouts.max_tokens = 1000000000"),
         (("--seed", str(2**64)), "smaller than 2^63"),

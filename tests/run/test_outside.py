@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import os
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -19,6 +21,7 @@ import httpx
 import pytest
 
 from tailrace.config import load_settings
+from tailrace.dashboard.chat import reply, running_policy
 from tailrace.errors import SettingsError
 from tailrace.run.evaluating import evaluate_model
 from tailrace.run.training import train
@@ -102,12 +105,37 @@ def test_a_run_tells_its_owner_where_clients_find_it_and_says_that_it_waits_for_
         told, log = run.folder / "gateway.json", run.folder / "logs" / "orchestrator.log"
         run.wait_until(lambda: log.exists() and "waits for a client outside to claim one of" in log.read_text())
         assert stat.S_IMODE(told.stat().st_mode) == 0o600
-        url = json.loads(told.read_text())["url"]
+        access = json.loads(told.read_text())
+        url = access["url"]
+        asks = {"model": "m", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 3, "logprobs": True}
+        (choice,) = post(f"{url}/v1/chat/completions", access["policy_key"], asks)["choices"]  # nobody's rollout
+        assert 1 <= len(choice["logprobs"]["content"]) <= 3
+        with pytest.raises(httpx.HTTPStatusError, match="401"):
+            post(f"{url}/rollouts", access["policy_key"], {})
         assert f"rollouts of outside (POST {url}/rollouts" in log.read_text()
+        assert "Clients outside play outside with an agent worker" in log.read_text()
         os.kill(run.pid, signal.SIGTERM)
         status, printed = run.wait()
     assert status == 143, printed
     assert not told.exists()
+    assert not any("http" in one["rollout_id"] for one in rollouts(run.folder))
+
+
+def test_a_run_with_an_address_of_its_own_answers_whoever_has_the_key_of_its_policy(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with command(tmp_path, "--gateway.port", str(port), "--max_steps", "100000") as run:
+        told = run.folder / "gateway.json"
+        run.wait_until(told.exists)
+        place = running_policy(run.folder)
+        assert place is not None
+        assert place.url == f"http://127.0.0.1:{port}"
+        said = asyncio.run(reply(place, b'{"messages": [{"role": "user", "content": "hello"}], "max_tokens": 3}'))
+        assert len(said.texts) == len(said.logprobs) >= 1
+        os.kill(run.pid, signal.SIGTERM)
+        status, printed = run.wait()
+    assert status == 143, printed
+    assert running_policy(run.folder) is None
 
 
 async def test_an_evaluation_that_no_client_could_find_is_refused(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 from typing_extensions import override
 
@@ -20,6 +21,7 @@ from tailrace.records import (
     CheckpointSaved,
     CheckpointWritten,
     FeedSample,
+    ModelStateDictRef,
     RunStatus,
     SamplesWanted,
     StepDone,
@@ -27,6 +29,7 @@ from tailrace.records import (
     TerminalState,
     TrainingBegan,
     TrainingOver,
+    WeightsOffered,
     WeightsWritten,
 )
 from tailrace.reporting.summary import RunSummary
@@ -238,20 +241,48 @@ async def _weights_of_nothing(trainer: Trainer) -> None:
     await trainer.pull(100)
 
 
+async def _an_adapter(trainer: Trainer) -> None:
+    folder = trainer.folder / "adapter"
+    folder.mkdir(parents=True)
+    lora = {"base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight": torch.zeros(2, 2)}
+    save_file(lora, folder / "adapter_model.safetensors")
+    await trainer.rank.report(WeightsWritten(consumer="rank-0", version=0, folder=str(folder)))
+    await trainer.pull(100)
+
+
+async def _weights_of_another_model(trainer: Trainer) -> None:
+    folder = trainer.folder / "other"
+    folder.mkdir(parents=True)
+    save_file({"other.weight": torch.zeros(2, 2)}, folder / "model.safetensors")
+    await trainer.rank.report(WeightsWritten(consumer="rank-0", version=1, folder=str(folder)))
+    await trainer.pull(100)
+
+
+async def _weights_of_its_process(trainer: Trainer) -> None:
+    ref = ModelStateDictRef(version=1, uri="somewhere", num_bytes=1)
+    await trainer.rank.report(WeightsOffered(consumer="rank-0", ref=ref))
+    await trainer.pull(100)
+
+
 async def _raises(trainer: Trainer) -> None:
     await trainer.pull(1)
     raise ValueError("no such loss")
 
 
 @pytest.mark.parametrize(
-    ("work", "reason"),
+    ("work", "reason", "exit_code"),
     [
-        (_steps_of_nothing, "told of step 2 without a sample"),
-        (_weights_of_nothing, "/nowhere holds no weights"),
-        (_raises, "the trainer failed: ValueError: no such loss"),
+        (_steps_of_nothing, "told of step 2 without a sample", 1),
+        (_weights_of_nothing, "/nowhere holds no weights", 1),
+        (_an_adapter, "holds an adapter (LoRA), and generators take whole weights: merge it", 1),
+        (_weights_of_another_model, "names weights that the model lacks: other.weight", 2),
+        (_weights_of_its_process, "told of weights elsewhere than where this run takes them from: folders", 1),
+        (_raises, "the trainer failed: ValueError: no such loss", 1),
     ],
 )
-def test_what_ends_a_run_is_named(tmp_path: Path, work: Callable[[Trainer], Awaitable[None]], reason: str) -> None:
+def test_what_ends_a_run_is_named(
+    tmp_path: Path, work: Callable[[Trainer], Awaitable[None]], reason: str, exit_code: int
+) -> None:
     async def program(samples: MemorySampleStream) -> None:
         trainer = Trainer(samples, tmp_path / "weights")
         await trainer.begin()
@@ -259,7 +290,7 @@ def test_what_ends_a_run_is_named(tmp_path: Path, work: Callable[[Trainer], Awai
 
     changes = {"shutdown": {"last_save_s": 1.0, "grace_s": 1.0}}
     summary = asyncio.run(run_with(tmp_path, program, **changes))
-    assert (summary.status, summary.exit_code) == (RunStatus.FAILED, 1)
+    assert (summary.status, summary.exit_code) == (RunStatus.FAILED, exit_code)
     assert reason in summary.reason
     assert summary.ledger.in_flight == 0
 
@@ -315,6 +346,12 @@ def test_a_run_whose_trainer_is_gone_says_so_and_goes_on_when_it_is_back(tmp_pat
 def test_what_a_trainer_outside_would_ignore_is_refused(changes: dict[str, object], refusal: str) -> None:
     with pytest.raises(ValueError, match=refusal):
         settings(**changes)
+
+
+def test_weights_may_be_sent_from_a_trainer_outside_to_vllm() -> None:
+    transport = {"weights": "nccl", "redis": {"start": True}}
+    chosen = settings(placement="local", generator={"engine": "vllm"}, transport=transport)
+    assert (chosen.trainer.feed, chosen.transport.weights) == ("stream", "nccl")
 
 
 async def test_one_process_needs_a_trainer_in_it(tmp_path: Path) -> None:

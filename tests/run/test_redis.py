@@ -18,7 +18,8 @@ from tailrace.reporting.summary import read_summary
 from tailrace.transport.redis.server import RedisServer
 from tests.run.runs import IMPORTS, PATIENCE_S, command, records, tiny_settings
 from tests.run.test_trainer_restarts import FRESH, kill_trainer, require_one_history
-from tests.support.redis_servers import ask, needs_redis, redis_server
+from tests.support.redis_servers import TlsServer, ask, make_certificates, needs_openssl, needs_redis, redis_server
+from tests.transport.redis.test_tls import RIGHTS
 
 OVER_REDIS = ("--transport.batches", "redis")
 LONG_RUN = (*FRESH, "--max_steps", "30", "--trainer.checkpoint_every_steps", "4")
@@ -31,6 +32,38 @@ def test_a_run_with_a_redis_of_its_own_trains_and_leaves_nothing(tmp_path: Path)
         assert (status, run.leftovers()) == (0, []), printed
     assert [record["step"] for record in records(run.folder / "metrics.jsonl")] == [1, 2]
     assert "requirepass" not in printed
+
+
+@needs_redis
+def test_two_ranks_train_what_redis_brings_them(tmp_path: Path) -> None:
+    ranks = ("--trainer.ranks", "2", "--trainer.collective_timeout_s", "60")
+    with command(tmp_path, "--max_steps", "2", *ranks, *OVER_REDIS, "--transport.redis.start", "true") as run:
+        status, printed = run.wait()
+        assert (status, run.leftovers()) == (0, []), printed
+    assert [record["step"] for record in records(run.folder / "metrics.jsonl")] == [1, 2]
+
+
+@needs_openssl
+@needs_redis
+def test_a_run_by_tls_with_an_authority_and_a_user_trains_and_another_authority_is_refused(tmp_path: Path) -> None:
+    server = TlsServer(tmp_path / "redis")
+    server.start()
+    try:
+        ask(server, "ACL", "SETUSER", "trainer", "on", ">p@ss", *RIGHTS)
+        url = f"rediss://trainer@{server.address(server.authority)}"
+        secret = {"TAILRACE_REDIS_PASSWORD": "p@ss"}
+        with command(tmp_path, "--max_steps", "2", *OVER_REDIS, "--transport.redis.url", url, variables=secret) as run:
+            status, printed = run.wait()
+            assert (status, run.leftovers()) == (0, []), printed
+        assert [record["step"] for record in records(run.folder / "metrics.jsonl")] == [1, 2]
+        assert "p@ss" not in printed + (run.folder / "config.toml").read_text()
+        wrong = f"rediss://trainer@{server.address(make_certificates(tmp_path / 'other'))}"
+        with command(tmp_path, *OVER_REDIS, "--transport.redis.url", wrong, variables=secret, name="other") as refused:
+            status, printed = refused.wait()
+        assert status == 2, printed
+        assert "certificate verify failed" in printed
+    finally:
+        server.kill()
 
 
 @needs_redis
@@ -122,7 +155,8 @@ def test_a_trainer_on_another_machine_shares_redis_and_a_folder_alone(tmp_path: 
         assert "has the trainer of the run run, life 0" in said
     assert [record["step"] for record in records(run.folder / "metrics.jsonl")] == [1, 2, 3]
     assert not list(run.folder.glob("tailrace-run-*"))
-    assert read_summary(run.folder).checkpoint_path
+    assert Path(read_summary(run.folder).checkpoint_path).name == "step_000003"
+    assert not read_summary(run.folder).checkpoint_path.startswith(str(tmp_path / "elsewhere"))
 
 
 @pytest.mark.long

@@ -7,8 +7,10 @@ import math
 import re
 import statistics
 from pathlib import Path
+from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from tailrace.config import load_settings
@@ -16,13 +18,17 @@ from tailrace.errors import DataError
 from tailrace.records import RunStatus, StepTrained, TrainerEnded, TrainerStarted
 from tailrace.reporting.metrics import METRICS
 from tailrace.reporting.summary import RunSummary, read_summary
+from tailrace.reporting.tokens import read_rollout, token_files
 from tailrace.run.folder import RunPaths, count_starts
 from tests.run.runs import RESUMED, length_ratio, records, rollouts, run_inline, tiny_settings, warm_from
 from tests.support.chrome_trace import crossings, read_trace, spans, tracks
 from tests.support.event_files import read_events
 
 STEPS = 4
-CHOSEN = ("--max_steps", str(STEPS), "--schedule", "one-step-off", "--trainer.export_tokens", "jsonl")
+CHOSEN = (
+    *("--max_steps", str(STEPS), "--schedule", "one-step-off"),
+    *("--trainer.export_tokens", "jsonl", "--observability.tokens_every_steps", "2"),
+)
 
 
 @pytest.fixture(scope="module")
@@ -57,12 +63,61 @@ def test_the_folder_holds_what_the_map_says(folder: Path) -> None:
 
 def test_exported_tokens_are_those_of_the_trained_rollouts(folder: Path) -> None:
     trained = {one["rollout_id"]: one for one in rollouts(folder) if one["outcome"]["state"] == "trained"}
-    tokens = [one for path in sorted((folder / "tokens").iterdir()) for one in records(path)]
+    tokens = [one for path in sorted((folder / "tokens").glob("*.jsonl")) for one in records(path)]
     assert {one["rollout_id"] for one in tokens} == set(trained)
     for rollout_id, rollout in trained.items():
         own = [one for one in tokens if one["rollout_id"] == rollout_id]
         assert {one["environment"] for one in own} == {rollout["environment"]}
         assert len(own) <= rollout["completion_tokens"]
+
+
+def test_rollouts_of_the_steps_asked_for_are_there_token_by_token(folder: Path) -> None:
+    assert [file.step for file in token_files(folder)] == [2, 4]
+    written = [one for one in rollouts(folder) if one["step"] in (2, 4)]
+    assert any(one["outcome"]["state"] == "trained" for one in written)
+    for one in written:
+        branches = read_rollout(folder, one["rollout_id"], step=one["step"])
+        assert len(branches) == one["branches"]
+        assert sum(branch.num_tokens for branch in branches) == one["tokens"]
+        logprobs = np.concatenate([branch.generator_logprobs for branch in branches])
+        assert np.nanmean(logprobs) == pytest.approx(one["mean_logprob"], abs=1e-6)
+        assert {branch.key.reward for branch in branches} == {one["reward"]}
+        for branch in branches:
+            is_trained = one["outcome"]["state"] == "trained"
+            assert (branch.trainer is not None) == is_trained
+            if branch.trainer is not None:
+                assert (branch.trainer.is_trained == branch.loss_mask).all()
+                ratios = np.exp(branch.trainer.logprobs - branch.generator_logprobs)[branch.loss_mask]
+                assert branch.trainer.ratios[branch.loss_mask] == pytest.approx(ratios, rel=1e-5)
+                assert np.nanmean(branch.advantages) == pytest.approx(one["advantage"], abs=1e-6)
+
+
+def test_the_trainer_exports_the_steps_whose_rollouts_are_written(tmp_path: Path) -> None:
+    asyncio.run(run_inline(tmp_path, "--max_steps", "3", "--observability.tokens_every_steps", "2"))
+    names = {path.name for path in (tmp_path / "run/tokens").iterdir()}
+    assert names == {"step_000002.parquet", "step_000002_rank_0.parquet"}
+    trained = next(one for one in rollouts(tmp_path / "run") if one["outcome"].get("step") == 2)
+    (branch,) = read_rollout(tmp_path / "run", trained["rollout_id"], step=2)
+    assert branch.trainer is not None
+
+
+def test_trackers_are_told_what_the_folder_says(tmp_path: Path) -> None:
+    own = "tests.reporting.trackers.own:Lines"
+    chosen = ("--observability.trackers", own, "--observability.tracker_rollouts_every_steps", "2")
+    done = asyncio.run(run_inline(tmp_path, "--max_steps", "2", *chosen))
+    told = [
+        msgspec.json.decode(line) for line in (tmp_path / "run/trackers/Lines/told.jsonl").read_bytes().splitlines()
+    ]
+    lines = [{"step": step, "wall_s": wall_s, **metrics} for kind, step, wall_s, metrics in _of(told, "log")]
+    assert lines == records(tmp_path / "run/metrics.jsonl")
+    assert lines[0]["tracker/Lines/dropped_records"] == 0
+    assert [note[1] for note in _of(told, "rollouts")] == [2]
+    assert [note[2] for note in _of(told, "checkpoint")] == [done.checkpoint_path]
+    assert told[-1] == ["end", msgspec.json.decode((tmp_path / "run/summary.json").read_bytes())]
+
+
+def _of(notes: list[list[Any]], kind: str) -> list[list[Any]]:
+    return [note for note in notes if note[0] == kind]
 
 
 def test_the_trace_is_valid_and_the_report_shows_the_lag_of_each_phase(folder: Path) -> None:

@@ -16,11 +16,11 @@ import zmq.asyncio
 from tailrace.config.serving import load_serve_settings
 from tailrace.errors import SettingsError
 from tailrace.generation.rpc.client import GeneratorClient
-from tailrace.generation.rpc.keys import CurveKeys, write_keys
 from tailrace.generation.rpc.messages import WelcomeReply
 from tailrace.lifecycle.resources import shared_memory_folder
 from tailrace.reporting.summary import read_summary
 from tailrace.run.serving import serve
+from tailrace.transport.keys import CurveKeys, write_keys
 from tests.run.runs import PATIENCE_S, command, records
 from tests.run.served import SMALL, address_of, http_address_of, refusal, serving
 

@@ -16,7 +16,16 @@ from pathlib import Path
 import httpx
 import numpy as np
 
-from tailrace.environments import AgentResult, EnvironmentSpec, JudgeSettings, NamedReward, Observation, Policy
+from tailrace.environments import (
+    AgentResult,
+    EnvironmentSpec,
+    JudgeSettings,
+    NamedReward,
+    Observation,
+    Policy,
+    brought_tasks,
+    outside_agent,
+)
 from tailrace.errors import JudgeFailed
 from tailrace.records import Group, Json, Message, Reply, Reward, Rollout, RolloutId, Task
 from tailrace.rollouts.agent_workers.branches import BranchData
@@ -274,3 +283,6 @@ async def over_http(task: Task, policy: Policy) -> AgentResult:
 
 
 requests = EnvironmentSpec(name="requests", agent=over_http, train_tasks=ROWS)
+elsewhere = EnvironmentSpec(name="elsewhere", agent=outside_agent(), train_tasks=ROWS)
+impatient = EnvironmentSpec(name="impatient", agent=outside_agent(lease_s=1.0), train_tasks=ROWS)
+brought = EnvironmentSpec(name="brought", agent=outside_agent(), train_tasks=brought_tasks("behave"))

@@ -2,8 +2,8 @@
 
     {blows} x {generator, agent worker, trainer, one rank, orchestrator} x {startup, step, transfer, save, shutdown}
 
-What becomes of the run is checked, and that nothing is left of it. Deadlines are scaled down by settings. What only a
-process's own code can do, hang and ask for too much memory, comes where that code runs.
+What becomes of the run is checked, and that nothing is left of it. Deadlines are scaled down by `deadline_scale`. What
+only a process's own code can do, hang and ask for too much memory, comes where that code runs.
 """
 
 from __future__ import annotations
@@ -40,14 +40,15 @@ LIGHT = (
     *("--observability.report", "false", "--observability.live", "off", "--max_steps", str(STEPS)),
 )
 HASTY = (
-    *("--restarts.silence_s", "3", "--generator.router.progress_deadline_s", "8", "--restarts.backoff_s", "0.1"),
-    *("--shutdown.terminate_s", "2", "--shutdown.close_event_log_s", "2", "--shutdown.stop_generators_s", "2"),
-    *("--shutdown.cancel_rollouts_s", "3", "--rollouts.agent_block_s", "4"),
+    *("--deadline_scale", "0.2", "--restarts.backoff_s", "0.1"),
+    *("--restarts.silence_s", "15", "--generator.router.progress_deadline_s", "40", "--shutdown.terminate_s", "10"),
 )
+"""A fifth of every deadline: these three become 3, 8 and 2 s."""
 PATIENT = (
-    *("--restarts.silence_s", "60", "--generator.router.progress_deadline_s", "60", "--rollouts.agent_block_s", "30"),
+    *("--restarts.silence_s", "300", "--generator.router.progress_deadline_s", "300"),
+    *("--rollouts.agent_block_s", "150"),
 )
-STUCK = ("--restarts.stuck_s", "10")
+STUCK = ("--restarts.stuck_s", "50")
 _ENDS_S = 10.0
 _UNTOLD = 1
 """Steps of which an orchestrator that is killed may not have told, though a checkpoint contains them."""
@@ -166,7 +167,8 @@ def _by_itself() -> Iterator[Cell]:
     own = [(victim, moment) for victim in ("generator", "trainer", "trainer-1") for moment in ("startup", "step")]
     for victim, moment in [*own, ("worker", "step"), ("generator", "transfer"), ("trainer", "transfer")]:
         yield Cell(victim, "hangs", moment, replaces=True)
-    for victim in ("generator", "trainer", "trainer-1"):
+    yield Cell("worker", "hangs", "startup", replaces=True, settings=("--rollouts.worker_start_timeout_s", "60"))
+    for victim in VICTIMS[:-1]:
         yield Cell(victim, "hangs", "shutdown")
     yield Cell("trainer", "hangs", "save", replaces=True)
     yield Cell("orchestrator", "hangs", "step", End.ORPHANED, is_asked_to_end=True)
@@ -196,7 +198,7 @@ def _again_and_again() -> Iterator[Cell]:
         lost = f"the {victim} left early, killed by SIGKILL"
         yield Cell(victim, "killed", "step", End.FAILS, lost, replaces=True, times=4)
     late = "the trainer did not answer a request to stop within 3 s"
-    grace = ("--shutdown.grace_s", "3")
+    grace = ("--shutdown.grace_s", "15")
     yield Cell(
         "trainer", "hangs", "last save", End.FAILS, late, place="trainer save", is_asked_to_end=True, settings=grace
     )

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
+from collections.abc import Sequence
 from typing import TypeVar
 
 import numpy as np
 
-from tailrace.records import FeedReport, FeedSample, SampleId, SamplesTaken
+from tailrace.records import FeedReport, FeedSample, SampleId, SamplesTaken, StreamedSample
 from tailrace.transport.redis.channels import RedisPlace
 from tailrace.transport.redis.sample_sender import RedisSampleSender
 from tailrace.transport.redis.server import RedisServer
 from tailrace.transport.redis.streams import Origin
+from tailrace.transport.samples.codec import decode_samples, take_document
 from tests.transport.transport_builders import handed, make_sample
 
 PATIENCE_S = 60.0
@@ -25,11 +28,21 @@ def feed_samples(count: int, *, first: int = 0) -> list[FeedSample]:
     return [handed(make_sample(random, first + number, 5 + number)) for number in range(count)]
 
 
+def as_received(samples: Sequence[FeedSample]) -> list[StreamedSample]:
+    """Written, and read again."""
+    left, received = deque(samples), list[StreamedSample]()
+    while left:
+        received += decode_samples(take_document(left, run="run", epoch="epoch"))
+    return received
+
+
 class FedRun:
     """The orchestrator's end, and what it was told."""
 
-    def __init__(self, server: RedisServer, epoch: str = "epoch", lease_s: float = 20.0) -> None:
-        self.place = RedisPlace(server.url, Origin("run", epoch))
+    def __init__(
+        self, server: RedisServer, epoch: str = "epoch", lease_s: float = 20.0, url: str = "", outage_s: float = 60.0
+    ) -> None:
+        self.place = RedisPlace(url or server.url, Origin("run", epoch), outage_s)
         self.sender = RedisSampleSender(self.place, lease_s=lease_s)
         self.told: list[FeedReport] = []
         self._changed = asyncio.Event()

@@ -11,6 +11,8 @@ import sys
 import threading
 import time
 import zlib
+from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -146,12 +148,14 @@ def calling(port: int) -> EnvironmentSpec:
 
 
 def learned(after: int) -> EnvironmentSpec:
-    """Rewards that differ in the first so many rollouts, and then are all the highest."""
+    """Rewards that differ inside each group of the first so many rollouts, and then are all the highest."""
     numbers = itertools.count()
+    of_task: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
 
     async def agent(task: Task, policy: Policy) -> float:
-        await policy.chat([{"role": "user", "content": str(task["word"])}])
-        return 1.0 if (number := next(numbers)) >= after else float(number % 2)
+        word = str(task["word"])
+        await policy.chat([{"role": "user", "content": word}])
+        return 1.0 if next(numbers) >= after else float(next(of_task[word]) % 2)
 
     rows = [{"word": f"word {number}"} for number in range(64)]
     return EnvironmentSpec(name="learned", agent=agent, train_tasks=rows, trusted=True)

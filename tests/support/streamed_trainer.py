@@ -29,6 +29,14 @@ def log_ratios(model: PreTrainedModel, sample: StreamedSample) -> Tensor:
     return logprobs[mask] - torch.tensor(sample.logprobs)[1:][mask]
 
 
+def is_of(version: int, sample: StreamedSample) -> Tensor:
+    """[num_loss_tokens], whether the weights of this version sampled the token, over keys and values of their own."""
+    fresh = sample.policy_versions == version
+    for start, end in sample.mixed_spans:
+        fresh[start:end] = False
+    return torch.tensor(fresh[sample.loss_mask])
+
+
 def train(feed: Feed, weights: Path, steps: int, size: int) -> None:
     """Steps of so many samples and one more, in turns."""
     model = AutoModelForCausalLM.from_pretrained(QUICKSTART, dtype=torch.float32)
@@ -42,12 +50,12 @@ def train(feed: Feed, weights: Path, steps: int, size: int) -> None:
             ratios = log_ratios(model, sample)
             advantages = torch.tensor(sample.advantages)[torch.tensor(sample.loss_mask)]
             (-(ratios.exp() * advantages).sum() / whole.loss_tokens).backward()
-            fresh = torch.tensor(sample.policy_versions[sample.loss_mask] == step - 1)
+            fresh = is_of(step - 1, sample)
             furthest = max(furthest, float(ratios[fresh].detach().abs().max().item()) if fresh.any() else 0.0)
         optimizer.step()
         optimizer.zero_grad()
         model.save_pretrained(weights / f"{step}")
-        feed.step_done(step, samples, folder=weights / f"{step}")
+        feed.step_done(step, samples, weights=weights / f"{step}")
         versions = sorted({int(version) for one in samples for version in one.policy_versions[one.loss_mask]})
         print(json.dumps({"step": step, "versions": versions, "samples": len(samples), "furthest": furthest}))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import verifiers as vf
 from datasets import Dataset
@@ -43,6 +43,65 @@ class Wishes(vf.SingleTurnEnv):
 
     async def get_model_response(self, state: vf.State, prompt: vf.Messages, **_: Any) -> vf.Response:
         return await super().get_model_response(state, prompt, **self.wish)
+
+
+SIMULATOR = "gpt-6"
+
+
+class Simulated(vf.MultiTurnEnv):
+    """A user whom a model plays; the subclasses say which one in all the ways that a source can be read for."""
+
+    async def env_response(self, messages: vf.Messages, state: vf.State, **_: Any) -> vf.Messages:
+        answer = await self.get_model_response(state, messages, model=SIMULATOR)
+        return [{"role": "user", "content": answer.message.content}]
+
+
+class SimulatedByAttribute(vf.MultiTurnEnv):
+    user_model = SIMULATOR
+
+    async def env_response(self, messages: vf.Messages, state: vf.State, **_: Any) -> vf.Messages:
+        answer = await self.get_model_response(state, messages, None, self.user_model)
+        return [{"role": "user", "content": answer.message.content}]
+
+
+class SimulatedByVariable(vf.MultiTurnEnv):
+    models: ClassVar[dict[str, str]] = {"user": "6"}
+    family = ""
+
+    async def env_response(self, messages: vf.Messages, state: vf.State, **_: Any) -> vf.Messages:
+        family = self.family or "gpt"
+        chosen = f"{family}-" + self.models["user"]
+        answer = await self.get_model_response(state, messages, model=chosen)
+        return [{"role": "user", "content": answer.message.content}]
+
+
+class SimulatedInTurns(vf.MultiTurnEnv):
+    """By a model that shows in a turn alone."""
+
+    async def env_response(self, messages: vf.Messages, state: vf.State, **_: Any) -> vf.Messages:
+        answer = await self.asked(state, messages, SIMULATOR)
+        return [{"role": "user", "content": answer.message.content}]
+
+    async def asked(self, state: vf.State, messages: vf.Messages, model: str) -> Any:
+        return await self.get_model_response(state, messages, model=model)
+
+
+class SimulatedByItsClient(vf.MultiTurnEnv):
+    """With a client of its own, or by the policy itself, in other words."""
+
+    user_client: Any = None
+
+    async def env_response(self, messages: vf.Messages, state: vf.State, **_: Any) -> vf.Messages:
+        chosen = state["model"]
+        await self.get_model_response(state, messages, client=self.user_client, model=SIMULATOR)
+        await self.get_model_response(state, messages, model=chosen)
+        await self.get_model_response(state, messages, model=state["model"])
+        answer = await self.get_model_response(state, messages)
+        return [{"role": "user", "content": answer.message.content}]
+
+
+def simulated(kind: type[vf.MultiTurnEnv]) -> vf.Environment:
+    return kind(dataset=Dataset.from_list(ROWS), rubric=vf.Rubric(funcs=[near]))
 
 
 def wishing(**wish: Any) -> vf.Environment:

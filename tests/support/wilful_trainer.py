@@ -29,11 +29,9 @@ class Ranks:
     """The feeds of all ranks, each used by one thread; the first one, of this thread, leads."""
 
     def __init__(self, run: str, count: int, step: int) -> None:
-        self.leader = Feed(run, name="rank-0", step=step, version=step)
+        self.leader = Feed(run, step=step, version=step)
         self._threads = [ThreadPoolExecutor(1) for _ in range(1, count)]
-        joining = [
-            thread.submit(Feed, run, name=f"rank-{rank}", leads=False) for rank, thread in enumerate(self._threads, 1)
-        ]
+        joining = [thread.submit(Feed, run, rank=rank) for rank, thread in enumerate(self._threads, 1)]
         self._others = [joined.result() for joined in joining]
 
     def pull(self, count: int) -> list[StreamedSample]:
@@ -48,9 +46,15 @@ class Ranks:
 
     def end(self) -> None:
         """The terminal record, once the other ranks have left."""
-        for ending in [thread.submit(feed.end) for thread, feed in zip(self._threads, self._others, strict=True)]:
-            ending.result()
-        self.leader.end()
+        leaving = [thread.submit(leave, feed) for thread, feed in zip(self._threads, self._others, strict=True)]
+        for left in leaving:
+            left.result()
+        leave(self.leader)
+
+
+def leave(feed: Feed) -> None:
+    with feed:
+        pass
 
 
 def tell(leader: Feed, samples: Sequence[StreamedSample], weights: Path, step: int) -> None:
@@ -58,7 +62,7 @@ def tell(leader: Feed, samples: Sequence[StreamedSample], weights: Path, step: i
     folder = weights / f"{step}"
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(QUICKSTART, folder)
-    leader.step_done(step, samples, folder=folder)
+    leader.step_done(step, samples, weights=folder)
     leader.checkpoint_saved(step, folder)
     print(json.dumps({"step": step, "samples": [one.sample_id for one in samples]}), flush=True)
 

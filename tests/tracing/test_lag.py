@@ -3,10 +3,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from pathlib import Path
 
 import pytest
 
-from tailrace.tracing.lag import LoopLagMonitor
+from tailrace.tracing.lag import CoreWait, LoopLagMonitor
 from tailrace.tracing.phases import PhaseRecorder, phase
 
 PATIENCE_S = 60.0
@@ -53,6 +54,25 @@ async def test_a_flush_starts_over() -> None:
         assert lag.flush().max_s > 0.1
         await asyncio.sleep(0.02)
         assert lag.snapshot().max_s < time.monotonic() - let_go_s  # whatever there is came later
+
+
+def test_what_a_thread_waited_for_a_core_is_what_linux_tells(tmp_path: Path) -> None:
+    path = tmp_path / "schedstat"
+    path.write_text("100 1500000000 7\n")
+    wait = CoreWait(path)
+    path.write_text("200 4000000000 9\n")
+    assert (wait.since_s(), wait.since_s()) == (2.5, 0.0)
+    wait.close()
+    assert CoreWait(tmp_path / "none").since_s() == 0.0
+
+
+async def test_code_that_waits_on_the_loop_holds_it() -> None:
+    async with LoopLagMonitor(0.01) as lag:
+        await asyncio.sleep(0.02)
+        hold_the_loop(0.2)
+        await asyncio.sleep(0.02)
+        statistics = lag.flush()
+    assert 0.0 < statistics.held_max_s <= statistics.max_s
 
 
 async def test_stopping_leaves_no_task_behind() -> None:

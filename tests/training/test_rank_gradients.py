@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from tailrace.records import Batch
+from tailrace.records import DISTILLATION_WEIGHTS, REFERENCE_KL_WEIGHTS, Batch
 from tailrace.training.losses import Divisor, LossTokens, load_components, load_loss
 from tailrace.training.losses.clipped_ratio import ClippedRatio
 from tailrace.training.model.adapter import Adapter, add_adapter
@@ -26,7 +26,7 @@ from tailrace.training.step.gradients import GradientPasses
 from tests.support.expert_models import expert_model
 from tests.training.losses.support import as_any_loss, settings_of
 from tests.training.rank_processes import run_ranks
-from tests.training.tiny import VOCABULARY, build_batch, demonstrating, rows_of, stir, taught, tiny_model
+from tests.training.tiny import VOCABULARY, build_batch, demonstrating, rows_of, stir, taught, tiny_model, weighing
 
 pytestmark = pytest.mark.xdist_group("trainer ranks")
 
@@ -62,6 +62,9 @@ CASES: list[dict[str, Any]] = [
     {"model": "qwen3", "dtype": torch.float64, "lora": 4, "reference": "k3"},
     {"model": "qwen3", "dtype": torch.float64, "teacher": "reverse"},
     {"model": "llama", "dtype": torch.float64, "loss": "rejecting", "teacher": "forward", "demonstrations": (2, 4)},
+    {"model": "qwen3", "dtype": torch.float64, "loss": "rejecting", "reference": "unbiased", "weighs": True},
+    {"model": "llama", "dtype": torch.float64, "teacher": "reverse", "demonstrations": (0, 3), "weighs": True},
+    {"model": "qwen3", "dtype": torch.float64, "loss": "gspo", "teacher": "forward", "weighs": True},
 ]
 
 
@@ -162,7 +165,8 @@ def batch_of(case: dict[str, Any], seed: int) -> Batch:
     if not case.get("supports"):
         batch = dataclasses.replace(batch, token_ids=token_ids)
     batch = demonstrating(batch, case["demonstrations"]) if "demonstrations" in case else batch
-    return taught(batch, 5) if "teacher" in case else batch
+    batch = taught(batch, 5) if "teacher" in case else batch
+    return weighing(batch, REFERENCE_KL_WEIGHTS, DISTILLATION_WEIGHTS) if "weighs" in case else batch
 
 
 def all_gradients(ranks: Ranks) -> list[tuple[dict[str, Tensor], dict[str, float], int]]:

@@ -144,6 +144,15 @@ def demonstrating(batch: Batch, samples: Sequence[int], *, weight: float = 1.0, 
     )
 
 
+def weighing(batch: Batch, *names: str, seed: int = 0) -> Batch:
+    """The batch with random weights in these columns: some of them 0, and some below."""
+    generator, shape = np.random.default_rng(seed), len(batch.token_ids)
+    columns = {name: np.float32(generator.choice([0, 0.25, 1, 3, -0.5], shape)) for name in names}
+    weightless = {name: int(np.count_nonzero((own == 0) & batch.loss_mask)) for name, own in columns.items()}
+    summary = msgspec.structs.replace(batch.summary, weightless_tokens=weightless)
+    return dataclasses.replace(batch, columns={**batch.columns, **columns}, summary=summary)
+
+
 def taught(batch: Batch, top_k: int, *, seed: int = 0) -> Batch:
     """The batch with what a random teacher finds likeliest, for sampled tokens; for some of them it names fewer."""
     generator = np.random.default_rng(seed)

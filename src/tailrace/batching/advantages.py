@@ -9,7 +9,7 @@ import numpy as np
 
 from tailrace.batching.settings import AdvantageName
 from tailrace.errors import SettingsError
-from tailrace.records import TEACHER_LOGPROBS, Group, Rollout
+from tailrace.records import DISTILLATION_WEIGHTS, TEACHER_LOGPROBS, Branch, Group, Rollout
 
 INCREMENTAL: frozenset[AdvantageName] = frozenset({"mean", "rloo"})
 """Advantages that are a reward less a baseline of the siblings, so that they mean something before all are known.
@@ -24,7 +24,7 @@ EPSILON = 1e-6
 
 
 def group_advantages(rewards: Sequence[float], name: AdvantageName) -> list[float]:
-    """Advantages r_i of n rollouts, compared with each other; 0 where all rewards are equal.
+    """Advantages of n rollouts with rewards r_i; 0 where all rewards are equal, but for `reward`.
 
     mean      r_i - m, m the mean reward: the baseline of GRPO without its division, which weighs groups by their
               difficulty (Liu et al. 2025, "Understanding R1-Zero-Like Training", arXiv:2503.20783, §3.2: Dr. GRPO)
@@ -35,6 +35,8 @@ def group_advantages(rewards: Sequence[float], name: AdvantageName) -> list[floa
               own baseline
     maxrl     (r_i - m) / m: the gradient of the logarithm of the success rate in place of the rate, so that hard tasks
               weigh more (Tajwar et al. 2026, "Maximum Likelihood Reinforcement Learning", arXiv:2602.02710)
+    reward    r_i, whose baseline is the whole batch's where its advantages are whitened (Hu et al. 2025,
+              "REINFORCE++", arXiv:2501.03262): groups of equal rewards teach, too
 
     Raises `SettingsError` for maxrl with a reward below 0.
 
@@ -48,6 +50,8 @@ def group_advantages(rewards: Sequence[float], name: AdvantageName) -> list[floa
             f"scheduling.advantage = 'maxrl' is for rewards of 0 and above, and a rollout has {min(rewards)}: shift "
             "the rewards, or write scheduling.advantage = 'mean'"
         )
+    if name == "reward":
+        return [*rewards]
     if not rewards or min(rewards) == max(rewards):
         return [0.0] * len(rewards)
     # a group is small: NumPy would take longer to be called than to compute
@@ -84,4 +88,10 @@ def filter_reason(group: Group, *, filter_zero_spread: bool) -> str | None:
 
 def teaches_anyway(rollout: Rollout) -> bool:
     """Whether some of its tokens bear another loss than that of rewards: cross-entropy, or a teacher's."""
-    return any(branch.num_weighted or TEACHER_LOGPROBS in branch.columns for branch in rollout.branches)
+    return any(branch.num_weighted or _is_taught(branch) for branch in rollout.branches)
+
+
+def _is_taught(branch: Branch) -> bool:
+    """By a teacher, at one of its sampled tokens at least."""
+    weightless = sum(branch.weightless(DISTILLATION_WEIGHTS).values())
+    return TEACHER_LOGPROBS in branch.columns and weightless < branch.num_completion_tokens

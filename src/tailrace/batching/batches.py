@@ -13,7 +13,15 @@ from tailrace.batching.samples import SampledGroup
 from tailrace.batching.slices import SAMPLES_AT_ONCE, drained
 from tailrace.batching.whitening import whiten
 from tailrace.errors import TrainingError
-from tailrace.records import CROSS_ENTROPY_WEIGHTS, BatchSummary, ColumnKind, Int32Array, PlannedBatch, TrainingSample
+from tailrace.records import (
+    CROSS_ENTROPY_WEIGHTS,
+    WEIGHTS_OF_SAMPLED,
+    BatchSummary,
+    ColumnKind,
+    Int32Array,
+    PlannedBatch,
+    TrainingSample,
+)
 from tailrace.tracing.phases import phase
 
 
@@ -109,6 +117,10 @@ def _summary(
         environments=tuple(sorted({group.group.task.environment for group in groups})),
         num_demonstrations=sum(not sample.loss_versions() for sample in samples) if demonstrates else 0,
         cross_entropy_tokens=sum(sample.branch.num_weighted for sample in samples) if demonstrates else 0,
+        weightless_tokens={
+            name: sum(sample.weightless(name) for sample in samples)
+            for name in sorted(WEIGHTS_OF_SAMPLED & columns.keys())
+        },
     )
 
 

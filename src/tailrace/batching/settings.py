@@ -6,7 +6,7 @@ from typing import Literal, TypeAlias
 
 from pydantic import BaseModel, Field
 
-AdvantageName: TypeAlias = Literal["mean", "mean_std", "rloo", "maxrl"]
+AdvantageName: TypeAlias = Literal["mean", "mean_std", "rloo", "maxrl", "reward"]
 
 
 class BatchingSettings(BaseModel, extra="forbid", frozen=True):
@@ -21,12 +21,14 @@ class BatchingSettings(BaseModel, extra="forbid", frozen=True):
     advantage: AdvantageName = Field(
         "mean",
         description="A rollout's reward less its group's mean (mean), divided by its group's standard deviation too"
-        " (mean_std) or by that mean (maxrl; rewards of 0 and above), or less the mean of its siblings alone (rloo).",
+        " (mean_std) or by that mean (maxrl; rewards of 0 and above), or less the mean of its siblings alone (rloo);"
+        " or the reward as it is (reward), for whiten_advantages.",
     )
     whiten_advantages: bool = Field(
         False,
         description="Shift and scale the advantages of each batch so that over its tokens that bear loss their mean is"
-        " 0 and their standard deviation 1; with advantage = mean that is REINFORCE++ with a baseline.",
+        " 0 and their standard deviation 1; with advantage = reward that is REINFORCE++, with mean its variant with a"
+        " baseline.",
     )
     filter_zero_spread: bool = Field(
         True, description="Leave out groups whose rewards are all equal: they carry no gradient. Counted as filtered."

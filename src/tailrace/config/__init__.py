@@ -13,11 +13,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from tailrace.config.deadlines import with_scaled_deadlines
 from tailrace.config.overrides import apply_overrides, flattened, parse_overrides
 from tailrace.config.plan import Plan, plan_run, with_decay_end
 from tailrace.config.problems import validated
 from tailrace.config.reference import settings_reference, simulation_reference
-from tailrace.config.resuming import CONFIG_FILE, RECIPE_FILE, Difference, differences, own_settings, resumed_file
+from tailrace.config.resuming import (
+    CONFIG_FILE,
+    RECIPE_FILE,
+    Difference,
+    differences,
+    own_settings,
+    resumed_file,
+    settings_as_toml,
+)
 from tailrace.config.settings import RunSettings
 from tailrace.config.sources import Key, Places, SettingsFile, list_recipes, read_settings_file
 from tailrace.errors import SettingsError
@@ -39,9 +48,11 @@ __all__ = [
     "placed_at",
     "plan_run",
     "read_settings_file",
+    "settings_as_toml",
     "settings_reference",
     "simulation_reference",
     "with_decay_end",
+    "with_scaled_deadlines",
 ]
 
 RUNS = Path("runs")

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING
 from tailrace.batching import INCREMENTAL
 from tailrace.config.sources import Key
 from tailrace.errors import SettingsError
-from tailrace.generation.rpc.keys import require_safe_address
 from tailrace.scheduling.settings import MAX_STALENESS
+from tailrace.transport.keys import require_safe_address
 
 if TYPE_CHECKING:
     from tailrace.config.settings import RunSettings
+    from tailrace.generation.settings import GeneratorSettings
 
 _SUPPORT_IDS = 2**31
 _LAST_PORT = 65_535
@@ -54,6 +55,7 @@ def find_contradictions(settings: RunSettings) -> list[Contradiction]:
         _support_room,
         _batches,
         _redis,
+        _ray,
         _weights,
         _teacher,
         _agent_workers,
@@ -115,8 +117,8 @@ def _early_release(settings: RunSettings) -> Iterator[Contradiction]:
         ),
     ]
     if scheduling.advantage not in INCREMENTAL:
-        needs, incremental = "needs all of a group's rewards", min(INCREMENTAL)
-        refused.insert(0, ("advantage", scheduling.advantage, scheduling.advantage, needs, incremental))
+        differs, incremental = "is no reward less the mean of the siblings that are known", min(INCREMENTAL)
+        refused.insert(0, ("advantage", scheduling.advantage, scheduling.advantage, differs, incremental))
     for name, chosen, value, why, instead in refused:
         if chosen == value:
             key = f"scheduling.{name}"
@@ -165,11 +167,11 @@ def _lengths(settings: RunSettings) -> Iterator[Contradiction]:
 
 def _replicas(settings: RunSettings) -> Iterator[Contradiction]:
     generator = settings.generator
-    if settings.placement == "inline" and (generator.replicas > 1 or generator.connect):
+    if settings.placement == "inline" and (generator.replicas.max > 1 or generator.connect):
         key = "generator.connect" if generator.connect else "generator.replicas"
         message = f'{key} needs generators in processes of their own: leave it out, or write placement = "local"'
         yield Contradiction(message, key, "placement")
-    if generator.connect and generator.replicas > 1:
+    if generator.connect and generator.replicas.max > 1:
         yield Contradiction(
             "generator.connect names generators that run already, generator.replicas starts new ones: leave one out",
             *("generator.replicas", "generator.connect"),
@@ -189,6 +191,47 @@ def _replicas(settings: RunSettings) -> Iterator[Contradiction]:
             yield Contradiction(str(error), "generator.connect")
     if twice := _first_twice(generator.connect):
         yield Contradiction(f"generator.connect names {twice} twice", "generator.connect")
+    yield from _joining(generator)
+    yield from _growing(settings)
+
+
+def _growing(settings: RunSettings) -> Iterator[Contradiction]:
+    """A launcher of one's own may start more generators as a cluster's does."""
+    chosen, unset = settings.generator.replicas, type(settings.generator.replicas)()
+    names = [name for name in ("grow_after_s", "shrink_after_s") if getattr(chosen, name) != getattr(unset, name)]
+    if names and not chosen.may_join:
+        why = f"generator.replicas has min = max = {chosen.max}: leave it out, or write a larger max"
+    elif names and settings.placement != "ray" and ":" not in settings.placement:
+        why = "only with placement = 'ray' a run starts more of them by itself: leave it out, or choose that"
+    else:
+        return
+    yield Contradiction(
+        f"generator.replicas.{names[0]} is about how many generators a run has, and {why}",
+        *(f"generator.replicas.{names[0]}", "placement"),
+    )
+
+
+def _joining(generator: GeneratorSettings) -> Iterator[Contradiction]:
+    address, keys = generator.join_address, ("generator.join_address", "generator.replicas")
+    if address is not None and not generator.replicas.may_join:
+        yield Contradiction(
+            f"generator.join_address is for generators that join, and generator.replicas = {generator.replicas.max} "
+            "takes none in: leave it out, or write generator.replicas = {min = ..., max = ...}",
+            *keys,
+        )
+    if generator.join_key is not None and address is None:
+        message = "generator.join_key is for generator.join_address, which is unset: leave it out, or say where"
+        yield Contradiction(message, "generator.join_key")
+    if address is not None:
+        try:
+            require_safe_address(
+                address,
+                has_keys=generator.join_key is not None,
+                setting="generator.join_address",
+                key_setting="generator.join_key",
+            )
+        except SettingsError as error:
+            yield Contradiction(str(error), "generator.join_address")
 
 
 def _ranks(settings: RunSettings) -> Iterator[Contradiction]:
@@ -226,11 +269,11 @@ def _router_replay(settings: RunSettings) -> Iterator[Contradiction]:
             "generator.return_routed_experts = false leaves them unknown: write generator.return_routed_experts = true",
             *keys,
         )
-    elif returned and settings.generator.connect and settings.transport.payloads == "reference":
+    elif returned and (elsewhere := _elsewhere(settings)) and settings.transport.payloads == "reference":
         yield Contradiction(
-            "generators of generator.connect do not see this run's shared memory, and transport.payloads = 'reference' "
+            f"generators of {elsewhere} do not see this run's shared memory, and transport.payloads = 'reference' "
             'leaves routed experts there: write transport.payloads = "value"',
-            *("transport.payloads", "generator.connect"),
+            *("transport.payloads", elsewhere),
         )
     elif replay == "off" and returned:
         yield Contradiction(
@@ -244,6 +287,13 @@ def _router_replay(settings: RunSettings) -> Iterator[Contradiction]:
             "model of trainer.loss.reference_kl chooses its own, so that equal weights would diverge: leave one out",
             *("trainer.loss.reference_kl", "generator.return_routed_experts"),
         )
+
+
+def _elsewhere(settings: RunSettings) -> str:
+    """The setting by which generators on other hosts serve the run; empty where none may."""
+    if settings.generator.connect:
+        return "generator.connect"
+    return "generator.join_address" if settings.generator.join_address is not None else ""
 
 
 def _adapters(settings: RunSettings) -> Iterator[Contradiction]:
@@ -261,11 +311,11 @@ def _adapters(settings: RunSettings) -> Iterator[Contradiction]:
             f'{generator.engine!r}: leave it out, or write generator.engine = "vllm"',
             *(publish, "generator.engine"),
         )
-    elif generator.connect:
+    elif elsewhere := _elsewhere(settings):
         yield Contradiction(
             "trainer.lora.publish = 'adapters' needs generators that were started for it, and those of "
-            "generator.connect take whole weights: leave it out",
-            *(publish, "generator.connect"),
+            f"{elsewhere} take whole weights: leave it out",
+            *(publish, elsewhere),
         )
 
 
@@ -346,6 +396,29 @@ def _redis(settings: RunSettings) -> Iterator[Contradiction]:
             yield Contradiction(message, key, "placement")
 
 
+def _ray(settings: RunSettings) -> Iterator[Contradiction]:
+    trainer, generator, transport = settings.trainer, settings.generator, settings.transport
+    if settings.placement != "ray":
+        if settings.ray != type(settings.ray)() and ":" not in settings.placement:  # a launcher of one's own may ask
+            yield Contradiction("ray is about placement = 'ray': leave it out, or choose that", "ray", "placement")
+        return
+    memory = transport.batches in ("memory", "shared_memory")
+    refused = {
+        "transport.batches": (memory, f"= {transport.batches!r} stays on one node"),
+        "transport.redis.start": (transport.redis.start, "starts a Redis that only this machine reaches"),
+        "transport.weights": (transport.weights == "nccl", "= 'nccl' is between GPUs of one machine"),
+        "trainer.feed": (trainer.feed == "stream", "= 'stream' has no trainer of the run's own"),
+        "trainer.devices": (trainer.devices is not None, "names GPUs of one machine"),
+        "generator.devices": (generator.devices is not None, "names GPUs of one machine"),
+        "trainer.device": (":" in trainer.device, "names a GPU of one machine, and not 'cuda'"),
+        "generator.device": (":" in generator.device, "names a GPU of one machine, and not 'cuda'"),
+    }
+    for key, (is_chosen, why) in refused.items():
+        if is_chosen:
+            message = f"placement = 'ray' has roles on the nodes of a cluster, and {key} {why}: leave it out"
+            yield Contradiction(message, key, "placement")
+
+
 def _teacher(settings: RunSettings) -> Iterator[Contradiction]:
     if settings.trainer.loss.distillation is None:
         return
@@ -374,7 +447,7 @@ def _weights(settings: RunSettings) -> Iterator[Contradiction]:
     chosen = settings.transport.weights
     if chosen == "nccl":
         yield from _weight_transfer(settings)
-    elif chosen is not None and not settings.generator.connect:
+    elif chosen is not None and not _elsewhere(settings):
         yield Contradiction(
             f"transport.weights = {chosen!r} is about weights that are sent to generators of other hosts, and there are"
             " none: generators of this run read them in shared memory; leave it out, or set generator.connect",
@@ -386,10 +459,13 @@ def _weight_transfer(settings: RunSettings) -> Iterator[Contradiction]:
     trainer, generator = settings.trainer, settings.generator
     reasons = {
         "generator.connect": generator.connect and "generators of other hosts are sent weights by their sockets",
+        "generator.replicas": generator.replicas.may_join and "generators that join take no part in its group of GPUs",
         "placement": settings.placement == "inline" and "roles of one process share its GPUs",
         "generator.engine": generator.engine != "vllm" and f"the {generator.engine} engine has no weight transfer",
         "generator.lockstep": generator.lockstep and "ranks in lockstep are given weights by their first one",
-        "trainer.device": not trainer.device.startswith("cuda") and f"the trainer is on {trainer.device!r}",
+        "trainer.device": trainer.feed == "batch"
+        and not trainer.device.startswith("cuda")
+        and f"the trainer is on {trainer.device!r}",
         "trainer.lora.publish": trainer.lora.publishes_adapters and "adapters are installed from files",
     }
     for key, reason in reasons.items():
@@ -445,7 +521,6 @@ def _stream(settings: RunSettings) -> Iterator[Contradiction]:
         "generator.return_routed_experts": settings.generator.return_routed_experts
         and "routed experts stay in this run's shared memory",
         "transport.batches": settings.transport.batches is not None and "no batch is sent",
-        "transport.weights": settings.transport.weights == "nccl" and "weights come in a folder",
         "placement": settings.placement == "redis" and "the trainer of placement = 'redis' is Tailrace's own",
     }
     for key, reason in reasons.items():

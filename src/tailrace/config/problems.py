@@ -135,7 +135,7 @@ class _ProblemFormatter:
                 return self.no_value(path)
             case "tuple_type":
                 return f"{self.name(key)} = {problem['input']!r}: it is a list; {self._entries(path, key)}"
-            case "string_pattern_mismatch":
+            case "string_pattern_mismatch" if key == ("name",):
                 allowed = "use letters, digits, `_`, `-` and `.`, and begin with one of the first three"
                 return f"{self.name(key)} = {problem['input']!r} cannot name a folder; {allowed}"
             case _:

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import tomli_w
+
 from tailrace.config.overrides import LOSS_NAME
 from tailrace.config.problems import validated
 from tailrace.config.restarts import RestartSettings
@@ -28,7 +30,10 @@ _OF_ONE_PLACE = frozenset(
         *(f"trainer.{name}" for name in ("ranks", "sequence_parallel", "devices", "threads", "collective_timeout_s")),
         *(f"restarts.{name}" for name in RestartSettings.model_fields),
         *(f"shutdown.{name}" for name in ShutdownSettings.model_fields),
-        "observability.watchdog_s",
+        *(f"observability.{name}" for name in ("watchdog_s", "ui", "tags")),
+        *(f"observability.{name}" for name in ("trackers", "tracker_project", "tracker_close_s")),
+        *(f"generator.{name}" for name in ("connect", "connect_key", "connect_wait_s")),
+        "deadline_scale",
     }
 )
 """Settings that say how a run's work is spread and how long is waited for what, and change nothing of what it learns:
@@ -91,6 +96,12 @@ def own_settings(folder: Path) -> RunSettings | None:
         return None
     file = read_settings_file(str(folder / CONFIG_FILE))
     return validated(RunSettings, _without_starts(file.table), Places(file, set()))
+
+
+def settings_as_toml(settings: RunSettings) -> str:
+    """The resolved settings as a file that `tailrace train` takes. What is unset is left out: TOML has no null."""
+    of_this_start = {"resume", "allow_changed_settings"}
+    return tomli_w.dumps(settings.model_dump(mode="json", exclude_none=True, exclude=of_this_start))
 
 
 class Difference(NamedTuple):

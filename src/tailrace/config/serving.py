@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -14,7 +15,8 @@ from tailrace.config.sources import Key, Places, SettingsFile
 from tailrace.errors import SettingsError
 from tailrace.generation.settings import GeneratorSettings, ModelSettings
 
-_OF_RUNS = ("replicas", "restart", "connect", "connect_key", "devices")
+OF_RUNS = ("replicas", "restart", "connect", "connect_key", "connect_wait_s", "join_address", "join_key", "devices")
+"""Settings of section generator that say how a run has its generators, and nothing of one of them."""
 
 
 class ServeSettings(BaseModel):
@@ -41,11 +43,23 @@ def load_serve_settings(model: str, overrides: Sequence[str], http: str | None =
     >>> load_serve_settings("bundled:quickstart", ["--generator.slots", "8"]).generator.slots
     8
     """
-    given = parse_overrides(overrides)
-    if misplaced := [key for key in given if key[0] == "generator" and key[1:2] and key[1] in _OF_RUNS]:
-        raise SettingsError(f"--{'.'.join(misplaced[0])} is a setting of runs: `tailrace serve` starts one generator")
+    given = _given(overrides)
     table = apply_overrides({"model": {"name": model}, **_gateway(http, given)}, given)
     return validated(ServeSettings, table, Places(SettingsFile("command line", table), set(given)))
+
+
+def joined_settings(offered: bytes, model: str | None, overrides: Sequence[str]) -> ServeSettings:
+    """Those that a run offers to what joins it, as JSON, and the command line's. Raises `SettingsError`."""
+    given = _given(overrides) | ({("model", "name"): model} if model else {})
+    table = apply_overrides(json.loads(offered), given)
+    return validated(ServeSettings, table, Places(SettingsFile("the run's settings", table), set(given)))
+
+
+def _given(overrides: Sequence[str]) -> dict[tuple[str, ...], Any]:
+    given = parse_overrides(overrides)
+    if misplaced := [key for key in given if key[0] == "generator" and key[1:2] and key[1] in OF_RUNS]:
+        raise SettingsError(f"--{'.'.join(misplaced[0])} is a setting of runs: `tailrace serve` starts one generator")
+    return given
 
 
 def _gateway(http: str | None, given: Iterable[Key]) -> dict[str, Any]:

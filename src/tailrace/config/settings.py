@@ -6,6 +6,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from tailrace.config.contradictions import Contradictions, find_contradictions
 from tailrace.config.gateway import GatewaySettings
+from tailrace.config.ray import RaySettings
 from tailrace.config.restarts import RestartSettings
 from tailrace.config.shutdown import ShutdownSettings
 from tailrace.environments import EnvironmentSettings
@@ -32,8 +33,8 @@ class RunSettings(BaseModel):
         "local",
         pattern=r"^\w+$|^[\w.]+:\w+$",
         description="Who starts the roles. local: trainer and generators are processes of their own; redis: the same,"
-        " but the trainer, which `tailrace join` has on another machine; inline: all in one process, for tests and"
-        " debuggers; module:Class: a launcher of your own.",
+        " but the trainer, which `tailrace join` has on another machine; ray: on the nodes of a Ray cluster; inline:"
+        " all in one process, for tests and debuggers; module:Class: a launcher of your own.",
     )
     schedule: Schedule = Field(
         "stream",
@@ -50,6 +51,14 @@ class RunSettings(BaseModel):
         False, description="With resume: go on with settings that differ from the run's own; those are kept."
     )
 
+    deadline_scale: float = Field(
+        1.0,
+        ge=0.001,
+        le=1000,
+        description="What every deadline of the run's own parts is multiplied by: more for a slow machine, less for a"
+        " test. Which: docs/lifecycle.md.",
+    )
+
     model: ModelSettings
     environments: tuple[EnvironmentSettings, ...] = Field(min_length=1)
     rollouts: RolloutSettings = Field(default_factory=RolloutSettings)
@@ -59,6 +68,7 @@ class RunSettings(BaseModel):
     generator: GeneratorSettings = Field(default_factory=GeneratorSettings)
     trainer: TrainerSettings = Field(default_factory=TrainerSettings)
     transport: TransportSettings = Field(default_factory=TransportSettings)
+    ray: RaySettings = Field(default_factory=RaySettings)
     restarts: RestartSettings = Field(default_factory=RestartSettings)
     shutdown: ShutdownSettings = Field(default_factory=ShutdownSettings)
     observability: ObservabilitySettings = Field(default_factory=ObservabilitySettings)
@@ -71,7 +81,8 @@ class RunSettings(BaseModel):
     @property
     def max_running(self) -> int:
         """Rollouts whose agents run at once, at most."""
-        return self.scheduling.max_in_flight or self.generator.concurrency * len(self.generator.replica_names)
+        replicas = max(len(self.generator.replica_names), self.generator.replicas.max)
+        return self.scheduling.max_in_flight or self.generator.concurrency * replicas
 
     @property
     def max_model_tokens(self) -> int:

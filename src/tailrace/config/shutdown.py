@@ -29,5 +29,8 @@ class ShutdownSettings(BaseModel):
         15.0, gt=0, description="Seconds for the trainer to leave, after the event log has ended."
     )
     terminate_s: float = Field(
-        5.0, gt=0, description="Seconds from the wish that a process ends until it is killed with all that it started."
+        5.0,
+        gt=0,
+        description="Seconds from the wish that a process ends until it is killed with all that it started; 15 at most"
+        " once the run's own process is gone.",
     )

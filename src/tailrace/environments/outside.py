@@ -4,14 +4,15 @@
                               a client that is silent for longer than its lease ─► `ClientLost`, tried again
 
 Waiting costs nothing and is no failure: a rollout's time counts from when it is claimed. The task is the run's, or the
-client's own where the environment's `train_tasks` are `brought_tasks()`.
+client's own where the environment's `train_tasks` are `brought_tasks()`. All are claimed from the orchestrator; they
+are played, as those of other agents, there or in agent workers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from tailrace.environments.results import AgentResult
 from tailrace.environments.rows import BroughtRows
@@ -21,6 +22,9 @@ from tailrace.records import Json, Task
 if TYPE_CHECKING:
     from tailrace.environments.protocol import Policy
 
+
+TellClient: TypeAlias = Callable[[bytes], None]
+"""Answers the client that has claimed a rollout: JSON with its address, its key, its task and its limits."""
 
 _BROUGHT_TASKS = 4096
 """Of an epoch, which means nothing here."""
@@ -37,6 +41,8 @@ class Offer:
     """Seconds from when it is claimed to its end."""
     limits: Mapping[str, Json] = field(default_factory=dict)
     """What the client is told of what its requests may cost."""
+    tell: TellClient | None = None
+    """Its client, which has claimed it in another process and waits to be told; None: it waits for a client."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -65,7 +65,7 @@ class Endpoint(Protocol):
         """What was last sent to `POST {path_url}/reward`."""
 
     async def play_outside(self, offer: Offer) -> None:
-        """Let a client claim this rollout by `POST /rollouts`, and wait until it has ended it.
+        """Let a client claim this rollout by `POST /rollouts`, unless one has, and wait until it has ended it.
 
         Raises `ClientLost` where it is silent for longer than its lease, `RolloutTimeout` where it takes too long.
         """
@@ -117,7 +117,8 @@ class Policy(Protocol):
         """Give each token of a reply a number, or k of them, under a name that a loss reads it by.
 
         `values` are [num_tokens of `reply.completion`] or [num_tokens, k]: whole numbers become int32, others float32.
-        Tokens that nothing is set for are 0. Raises `ValueError` for values of another length or kind.
+        Tokens that nothing is set for are 0 (1 in `reference_kl_weights` and `distillation_weights`). Raises
+        `ValueError` for values of another length or kind.
         """
 
     def endpoint(self) -> AbstractAsyncContextManager[Endpoint]:

@@ -369,7 +369,7 @@ class _Claims(_Exchange):
         if (rollout := claiming.result()) is None:
             await send_nothing(send)
             return 204
-        await send_json(send, rollout)
+        await send_bytes(send, rollout, b"application/json")
         return 200
 
 

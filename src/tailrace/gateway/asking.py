@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from tailrace.gateway.dialects.forced_calls import with_forced_calls
 from tailrace.gateway.dialects.protocol import UNSUPPORTED_VALUE, Answer, ChatRequest, RequestInvalid
 from tailrace.gateway.dialects.token_generation import TokenRequest
 from tailrace.gateway.tool_call_ids import with_call_ids, without_call_ids
@@ -33,7 +34,7 @@ def chat(session: Session, request: ChatRequest) -> Ask:
             seed=request.seed if own else None,
             on_text=turn.hear if request.streams else None,
         )
-        answered = with_call_ids(reply, turn.answer_id)
+        answered = with_call_ids(with_forced_calls(reply, request.form), turn.answer_id)
         session.conversations.keep(turn.answer_id, request, asked, answered.message)
         return _answer(turn, policy, answered, request)
 

@@ -14,7 +14,8 @@ import msgspec
 from typing_extensions import override
 
 from tailrace.config.gateway import GatewaySettings
-from tailrace.environments import Endpoint
+from tailrace.environments import Endpoint, Offer
+from tailrace.environments.outside import TellClient
 from tailrace.errors import SettingsError
 from tailrace.gateway.fixed import FixedPolicy
 from tailrace.gateway.offers import Offers
@@ -38,11 +39,11 @@ class Gateway(Endpoints):
     It listens from when the first endpoint is opened, or from `start` on.
     """
 
-    def __init__(self, settings: GatewaySettings | None = None, *, model: str = "policy") -> None:
-        """`model` is what `/v1/models` calls the policy."""
+    def __init__(self, settings: GatewaySettings | None = None, *, model: str = "policy", secret: bytes = b"") -> None:
+        """`model` is what `/v1/models` calls the policy, `secret` as `Sessions` takes it."""
         self.settings, self._model = settings or GatewaySettings(), model
         self.tally = Tally()
-        self.sessions = Sessions(self.settings)
+        self.sessions = Sessions(self.settings, secret)
         self._starting: asyncio.Task[HttpServer] | None = None
         self._root_url = ""
         self._context = contextvars.copy_context()
@@ -67,8 +68,16 @@ class Gateway(Endpoints):
     @override
     def entry(self, worker: int) -> EndpointsEntry:
         port = self.settings.port and self.settings.port + 1 + worker
-        made_of = _MadeOf({**self.settings.model_dump(mode="json"), "port": port}, self._model)
+        settings = {**self.settings.model_dump(mode="json"), "port": port}
+        made_of = _MadeOf(settings, self._model, self.sessions.secret)
         return EndpointsEntry(f"{__name__}:make_gateway", msgspec.json.encode(made_of).decode())
+
+    @override
+    @contextlib.asynccontextmanager
+    async def claimed(self, offer: Offer) -> AsyncIterator[TellClient]:
+        await self.listen()
+        async with self.offers.claimed(offer) as tell:
+            yield tell
 
     @override
     async def start(self) -> None:
@@ -135,12 +144,13 @@ class Gateway(Endpoints):
 class _MadeOf(msgspec.Struct, frozen=True):
     settings: dict[str, Json]
     model: str
+    secret: bytes
 
 
 def make_gateway(made_of: str) -> Gateway:
     """A gateway of an agent worker, as `Gateway.entry` says."""
     given = msgspec.json.decode(made_of, type=_MadeOf)
-    return Gateway(GatewaySettings.model_validate(given.settings), model=given.model)
+    return Gateway(GatewaySettings.model_validate(given.settings), model=given.model, secret=given.secret)
 
 
 def _listener(settings: GatewaySettings) -> socket.socket:

@@ -1,6 +1,7 @@
 """Rollouts that wait for clients outside: offered, claimed by `POST /rollouts`, held while their client is heard of.
 
-    play ─► waiting, by environment ─► claim ─► lease: each request begins it anew ─► ended, or lost
+    claimed ─► waiting, by environment ─► claim ─► told where it is played
+    play ─► (claimed here, or in another process) ─► lease: each request begins it anew ─► ended, or lost
 
 A client claims the rollout that has waited longest, and gets its address, its key, its task and its limits. One that
 brings a task gets a rollout of it where there is one, and else has it played by a group that has no task yet.
@@ -9,17 +10,19 @@ brings a task gets a rollout of it where there is one, and else has it played by
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import itertools
 import secrets
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from tailrace.environments import Offer
+from tailrace.environments.outside import TellClient
 from tailrace.environments.rows import BroughtRow, Row, row_as_json
 from tailrace.errors import ClientLost, RolloutTimeout
 from tailrace.gateway.dialects.protocol import RequestInvalid
@@ -40,14 +43,20 @@ class _Waiting:
 
     number: int
     """Of those before it."""
-    session: Session
     offer: Offer
     claimed: asyncio.Future[None]
+    told: asyncio.Future[bytes]
+    """What its client is answered; empty: it is not played, after all."""
 
     @property
     def row(self) -> Row:
         """Of its task."""
         return self.offer.task.row
+
+    def tell(self, told: bytes) -> None:
+        """Once, to whoever has claimed it."""
+        if not self.told.done():
+            self.told.set_result(told)
 
     def fits(self, brought: Row | None) -> bool:
         """Whether a claim that brings this task, or none, may have it as it is."""
@@ -86,30 +95,45 @@ class Offers:
         return {name: len(queue) for name, queue in self._waiting.items() if queue}
 
     async def play(self, session: Session, offer: Offer) -> None:
-        """Offer a rollout, and wait until a client has ended it. See `Endpoint.play_outside`."""
-        loop = asyncio.get_running_loop()
+        """Wait until a client has ended a rollout. See `Endpoint.play_outside`."""
+        claimed = self.claimed(offer) if offer.tell is None else contextlib.nullcontext(offer.tell)
+        async with claimed as tell:
+            session.hear()
+            tell(_told(session, offer))
+            await _held(session, offer)
+
+    @contextlib.asynccontextmanager
+    async def claimed(self, offer: Offer) -> AsyncIterator[TellClient]:
+        """Offer a rollout, and wait until a client has claimed it. See `Endpoints.claimed`."""
         row_as_json(offer.task)  # one that cannot be told costs its rollout, and no client
-        waiting = _Waiting(next(self._numbers), session, offer, loop.create_future())
+        loop = asyncio.get_running_loop()
+        waiting = _Waiting(next(self._numbers), offer, loop.create_future(), loop.create_future())
         queue = self._waiting.setdefault(offer.task.environment, deque())
         queue.append(waiting)
         self._changed.set()
         try:
-            await waiting.claimed
+            try:
+                await waiting.claimed
+            finally:
+                if waiting in queue:
+                    queue.remove(waiting)
+            self.held += 1
+            try:
+                yield waiting.tell
+            finally:
+                self.held -= 1
         finally:
-            if waiting in queue:
-                queue.remove(waiting)
-        self.held += 1
-        try:
-            await _held(session, offer)
-        finally:
-            self.held -= 1
+            waiting.tell(b"")
 
     def require_key(self, keys: list[str]) -> None:
         """Raise `RequestInvalid` for a client that the run has not told its key."""
         if not any(hmac.compare_digest(key.encode(), self.key.encode()) for key in keys):
-            raise RequestInvalid("this needs the run's own key: gateway.json in the run's folder holds it", status=401)
+            raise RequestInvalid(
+                "this needs the run's own key, at the run's own address: gateway.json in the run's folder holds both",
+                status=401,
+            )
 
-    async def claim(self, claim: Claim) -> dict[str, Json] | None:
+    async def claim(self, claim: Claim) -> bytes | None:
         """The rollout that has waited longest, for one client; None where there is none within `wait_s`.
 
         Raises `RequestInvalid` for an environment that no rollout will ever be of, a task that it does not take, and
@@ -131,17 +155,17 @@ class Offers:
             pass
         finally:
             self.asking -= 1
-        if self._is_closed:
-            raise RequestInvalid("the run has ended: it offers no rollout any more", status=410)
-        while (waiting := self._next(claim)) is not None:
+        while not self._is_closed and (waiting := self._next(claim)) is not None:
             self._waiting[waiting.offer.task.environment].remove(waiting)
             if not waiting.claimed.done():  # it was cancelled this very moment
                 if claim.task is not None:
                     self._fill(waiting.row, claim.task)
                 waiting.claimed.set_result(None)
-                waiting.session.hear()
-                self.claims += 1
-                return _told(waiting)
+                if told := await waiting.told:
+                    self.claims += 1
+                    return told
+        if self._is_closed:
+            raise RequestInvalid("the run has ended: it offers no rollout any more", status=410)
         return None
 
     def _next(self, claim: Claim) -> _Waiting | None:
@@ -201,9 +225,9 @@ async def _held(session: Session, offer: Offer) -> None:
                 ) from None
 
 
-def _told(waiting: _Waiting) -> dict[str, Json]:
-    session, offer, task = waiting.session, waiting.offer, waiting.offer.task
-    return {
+def _told(session: Session, offer: Offer) -> bytes:
+    task = offer.task
+    told: dict[str, Json] = {
         "id": session.key,
         "environment": task.environment,
         "task_id": task.task_id,
@@ -216,3 +240,4 @@ def _told(waiting: _Waiting) -> dict[str, Json]:
         "lease_s": offer.lease_s,
         "limits": dict(offer.limits),
     }
+    return msgspec.json.encode(told)

@@ -2,7 +2,8 @@
 
     key of a rollout that is open ─► its session        that has ended ─► 410        any other key, or none ─► 401
 
-A key proves itself (it is signed), so that those of rollouts long past need not be remembered.
+A key proves itself (it is signed), so that those of rollouts long past need not be remembered, nor those of rollouts
+that a process before this one had.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import asyncio
 import contextvars
 import hashlib
 import hmac
-import itertools
 import secrets
 from collections.abc import Iterator
 
@@ -153,10 +153,10 @@ class Session(Endpoint):
 class Sessions:
     """The rollouts that have an endpoint now."""
 
-    def __init__(self, settings: GatewaySettings) -> None:
+    def __init__(self, settings: GatewaySettings, secret: bytes = b"") -> None:
+        """`secret` signs keys: that of the run, whose gateways know each other's keys; none: one of its own."""
         self._settings, self.offers = settings, Offers()
-        self._secret = secrets.token_bytes(32)
-        self._numbers = itertools.count()
+        self.secret = secret or secrets.token_bytes(32)
         self._open: dict[str, Session] = {}
 
     def __len__(self) -> int:
@@ -167,7 +167,7 @@ class Sessions:
 
     def open(self, policy: RolloutPolicy, root_url: str) -> Session:
         """A session with a key of its own."""
-        number = f"{next(self._numbers):x}"
+        number = secrets.token_hex(8)
         key = f"{number}-{self._signature(number)}"
         session = self._open[key] = Session(key, root_url, policy, self._settings)
         session.offers = self.offers
@@ -199,7 +199,9 @@ class Sessions:
         session = self._open.get(key)
         if session is None:
             if self._is_ours(key):
-                raise RequestInvalid("this rollout has ended: nothing more is sampled for it", status=410)
+                raise RequestInvalid(
+                    "this rollout has ended, or is not played here: nothing more is sampled for it", status=410
+                )
             raise RequestInvalid("the key in the path is not that of a rollout", status=401)
         if any(one != key and self._is_ours(one) for one in keys):
             raise RequestInvalid("the keys in the path and in a header are those of different rollouts", status=401)
@@ -211,4 +213,4 @@ class Sessions:
         return signature.isascii() and hmac.compare_digest(signature, self._signature(number))
 
     def _signature(self, number: str) -> str:
-        return hmac.new(self._secret, number.encode(), hashlib.sha256).hexdigest()[:_SIGNATURE]
+        return hmac.new(self.secret, number.encode(), hashlib.sha256).hexdigest()[:_SIGNATURE]

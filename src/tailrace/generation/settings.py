@@ -33,6 +33,53 @@ class ModelSettings(BaseModel):
     )
 
 
+class ReplicaSettings(BaseModel):
+    """How many generators a run has; a plain number, `generator.replicas = 2`, stands for both."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    min: int = Field(
+        default=1,
+        ge=1,
+        le=1024,
+        description="Generators that a run starts, each a process with the whole model, and begins with; it replaces "
+        "one that leaves where fewer are left",
+    )
+    max: int = Field(
+        default=1,
+        ge=1,
+        le=1024,
+        description="Above min: others may join the run while it goes on (`tailrace serve --join`), as many in all; "
+        "with placement ray the run starts them itself, and lets them go, as rollouts have use for them",
+    )
+    grow_after_s: float = Field(
+        default=10.0,
+        gt=0,
+        description="Seconds for which rollouts fill all slots before a run on a cluster asks for more generators",
+    )
+    shrink_after_s: float = Field(
+        default=120.0, gt=0, description="Seconds for which one generator fewer would do before such a run lets one go"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _a_number_is_both(cls, value: object) -> object:
+        if isinstance(value, int) and not 1 <= value <= 1024:
+            raise ValueError(f"generator.replicas = {value}: it must be 1 or more, and less than or equal to 1024")
+        return {"min": value, "max": value} if isinstance(value, int | float | str) else value
+
+    @model_validator(mode="after")
+    def _min_is_below_max(self) -> ReplicaSettings:
+        if self.min > self.max:
+            raise ValueError(f"min is {self.min} and max {self.max}: give a max that is no smaller than min")
+        return self
+
+    @property
+    def may_join(self) -> bool:
+        """Whether others than those that the run starts may join it."""
+        return self.max > self.min
+
+
 class GeneratorSettings(BaseModel):
     """How completions are sampled."""
 
@@ -110,9 +157,7 @@ class GeneratorSettings(BaseModel):
     load_backoff_s: float = Field(
         default=0.1, ge=0, description="Pause before its second attempt; every further one is twice as long"
     )
-    replicas: int = Field(
-        default=1, ge=1, le=1024, description="Generators that a run starts, each a process with the whole model"
-    )
+    replicas: ReplicaSettings = Field(default_factory=ReplicaSettings)
     restart: Literal["on_failure", "never"] = Field(
         default="on_failure",
         description="Whether a generator that dies or gets stuck is replaced (or connected to again), as often as "
@@ -125,6 +170,20 @@ class GeneratorSettings(BaseModel):
     )
     connect_key: str | None = Field(
         default=None, description="Key file of those generators, which `tailrace serve --key` wrote; unset: no keys"
+    )
+    connect_wait_s: float = Field(
+        default=10.0,
+        gt=0,
+        description="Seconds within which each of them must answer, when the run starts and whenever its connection is "
+        "lost: on a cluster, as long as a node or pod takes to come",
+    )
+    join_address: str | None = Field(
+        default=None,
+        description="Where generators on other hosts ask to join, tcp://HOST:PORT; needs join_key unless it is of this "
+        "machine alone. On this host they find the run by its folder",
+    )
+    join_key: str | None = Field(
+        default=None, description="Key file for join_address, which is written where there is none"
     )
     router: RouterSettings = Field(default_factory=RouterSettings)
 
@@ -164,9 +223,22 @@ class GeneratorSettings(BaseModel):
 
     @property
     def replica_names(self) -> tuple[str, ...]:
-        """Of every generator of a run: in logs, metrics and errors."""
-        count = len(self.connect) or self.replicas
-        return ("generator",) if count == 1 else tuple(f"generator-{index}" for index in range(count))
+        """Of every generator that a run starts or connects to: in logs, metrics and errors."""
+        count = len(self.connect) or self.replicas.min
+        if count == 1 and not self.replicas.may_join:
+            return ("generator",)
+        return tuple(f"generator-{index}" for index in range(count))
+
+    @property
+    def spare_names(self) -> tuple[str, ...]:
+        """Of those that a run on a cluster starts beside them, while rollouts have use for more."""
+        return tuple(f"generator-{index}" for index in range(self.replicas.min, self.replicas.max))
+
+    def guest_names(self, own: int) -> tuple[str, ...]:
+        """Of those that may join a run with so many of its own: as many as there may be, should all of its be gone."""
+        if not self.replicas.may_join:
+            return ()
+        return tuple(f"generator-{index}" for index in range(own, own + self.replicas.max))
 
     @property
     def weights(self) -> WeightPolicy:

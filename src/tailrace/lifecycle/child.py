@@ -25,8 +25,10 @@ import msgspec
 from tailrace.lifecycle.event_loop import loop_factory
 from tailrace.lifecycle.exit_codes import ExitCode, exit_code_of
 from tailrace.lifecycle.heartbeats import Beat, Pulse, Ready
-from tailrace.lifecycle.processes import STACKS, Launch
+from tailrace.lifecycle.processes import Launch
 from tailrace.lifecycle.roles import EntryFunction, Role, resolve_entry
+from tailrace.tracing.log_files import log_to_stderr
+from tailrace.tracing.stacks import STACKS
 
 _logger = logging.getLogger(__name__)
 
@@ -51,7 +53,7 @@ def main() -> int:
     faulthandler.register(STACKS)
     parent = _Parent(_take_standard_input())
     launch = parent.read_launch()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    log_to_stderr()
     sys.path[:] = launch.sys_path
     stop, pulse = _Stop(), Pulse()
     threading.Thread(target=parent.watch, args=(stop, launch.orphan_grace_s), daemon=True).start()

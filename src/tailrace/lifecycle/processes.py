@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -24,10 +23,8 @@ from tailrace.lifecycle.roles import RoleSpec
 STOP = b"stop\n"
 """Asks a role to end. A signal would not do: schedulers send SIGTERM to every process of a job."""
 
-STACKS = signal.SIGUSR2
-"""Lets a role write the stacks of all its threads into its log."""
 STACKS_S = 1.0
-"""How long that may take."""
+"""How long a role may take to write the stacks of its threads into its log."""
 
 _LOOPBACK = Path("/sys/class/net/lo")
 _THREAD_VARIABLES = (

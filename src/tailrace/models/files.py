@@ -7,7 +7,8 @@ import struct
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from tailrace.errors import ModelError
+from tailrace.errors import CorruptData, ModelError
+from tailrace.guards import guarded
 from tailrace.records import Json
 
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
@@ -23,6 +24,8 @@ _TOKENIZERS = (
 )
 _CONTEXTS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length")
 """Names that architectures give to the number of positions they were made for."""
+_MOST_HEADER_BYTES = 100_000_000
+"""Of a safetensors file: its own readers take no more."""
 
 
 def read_json(path: Path) -> Mapping[str, Json]:
@@ -89,11 +92,13 @@ def _is_whole(path: Path) -> bool:
         start = file.read(8)
         header_bytes = struct.unpack("<Q", start)[0] if len(start) == 8 else -1
         size = path.stat().st_size
-        if not 0 < header_bytes <= size - 8:
+        if not 0 < header_bytes <= min(size - 8, _MOST_HEADER_BYTES):
             return False
-        try:
-            header = json.loads(file.read(header_bytes))
-        except (ValueError, RecursionError):
-            return False
-    ends = [tensor["data_offsets"][1] for key, tensor in header.items() if key != "__metadata__"]
-    return bool(size == 8 + header_bytes + max(ends, default=0))
+        text = file.read(header_bytes)
+    try:
+        with guarded(f"the header of {path}"):
+            header = json.loads(text)
+            ends = [tensor["data_offsets"][1] for key, tensor in header.items() if key != "__metadata__"]
+            return bool(size == 8 + header_bytes + max(ends, default=0))
+    except CorruptData:
+        return False

@@ -9,9 +9,12 @@ from tailrace.records.batch import Batch, BatchRow, BatchSummary, TrainingSample
 from tailrace.records.branch import Branch
 from tailrace.records.columns import (
     CROSS_ENTROPY_WEIGHTS,
+    DISTILLATION_WEIGHTS,
+    REFERENCE_KL_WEIGHTS,
     TEACHER_LOGPROBS,
     TEACHER_TOP_IDS,
     TEACHER_TOP_LOGPROBS,
+    WEIGHTS_OF_SAMPLED,
     ColumnKind,
 )
 from tailrace.records.completion import Completion, FinishReason
@@ -21,6 +24,8 @@ from tailrace.records.events import (
     Event,
     ModelStateDictPublished,
     ModelStateDictRef,
+    ReplicaJoined,
+    ReplicaLeft,
     RunStatus,
     StepSkipped,
     StepTrained,
@@ -40,6 +45,7 @@ from tailrace.records.feed import (
     StepDone,
     TrainingBegan,
     TrainingOver,
+    WeightsOffered,
     WeightsWritten,
 )
 from tailrace.records.generation import Generate, GenerationRequest, OnChunk
@@ -58,12 +64,15 @@ from tailrace.records.task import Task
 __all__ = [
     "CROSS_ENTROPY_WEIGHTS",
     "DEEPEST",
+    "DISTILLATION_WEIGHTS",
     "NO_TOKEN",
+    "REFERENCE_KL_WEIGHTS",
     "SUPPORT_COLUMNS",
     "TEACHER_LOGPROBS",
     "TEACHER_TOP_IDS",
     "TEACHER_TOP_LOGPROBS",
     "TOKEN_COLUMNS",
+    "WEIGHTS_OF_SAMPLED",
     "Batch",
     "BatchRow",
     "BatchSummary",
@@ -97,6 +106,8 @@ __all__ = [
     "PayloadRef",
     "PayloadTable",
     "PlannedBatch",
+    "ReplicaJoined",
+    "ReplicaLeft",
     "Reply",
     "RequestId",
     "Reward",
@@ -128,6 +139,7 @@ __all__ = [
     "TrainingBegan",
     "TrainingOver",
     "TrainingSample",
+    "WeightsOffered",
     "WeightsWritten",
     "Whitening",
     "as_token_ids",

@@ -54,6 +54,11 @@ class TrainingSample(msgspec.Struct, frozen=True, eq=False):
         counts = self.branch.version_counts
         return {version: count for version, count in counts.items() if version >= self.oldest_version}
 
+    def weightless(self, name: str) -> int:
+        """How many tokens that bear loss have the weight 0 in a column of weights that all sampled tokens have."""
+        counts = self.branch.weightless(name)
+        return sum(count for version, count in counts.items() if version >= self.oldest_version)
+
 
 class BatchSummary(msgspec.Struct, frozen=True, kw_only=True):
     """What people and the ledger want to know of a batch; JSON-friendly, without tokens."""
@@ -82,6 +87,12 @@ class BatchSummary(msgspec.Struct, frozen=True, kw_only=True):
     """Samples without a token that bears the loss of rewards."""
     cross_entropy_tokens: int = 0
     """Planned denominator of cross-entropy: tokens with a weight in the column of that name."""
+    weightless_tokens: dict[str, int] = {}
+    """By column of weights that all sampled tokens have: tokens that bear loss and have the weight 0 there."""
+
+    def weighted_tokens(self, name: str) -> int:
+        """Planned denominator of a component: tokens that bear loss, and have a weight in the column `name`."""
+        return self.loss_tokens - self.weightless_tokens.get(name, 0)
 
     @property
     def num_sequences(self) -> int:

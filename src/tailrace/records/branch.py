@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tailrace.records.arrays import BoolArray, Float32Array, Int32Array, as_token_ids, readonly
-from tailrace.records.columns import CROSS_ENTROPY_WEIGHTS, ColumnKind, as_column
+from tailrace.records.columns import CROSS_ENTROPY_WEIGHTS, WEIGHTS_OF_SAMPLED, ColumnKind, as_column
 from tailrace.records.completion import Completion
 from tailrace.records.payload import PayloadChunk, PayloadChunks
 from tailrace.records.supports import Supports
@@ -24,6 +24,7 @@ CONTEXT_VERSION = -1
 
 _INITIAL_CAPACITY = 256
 _NO_COLUMNS: Mapping[str, NDArray[np.generic]] = MappingProxyType({})
+_NONE_WEIGHTLESS: Mapping[str, Mapping[int, int]] = MappingProxyType({})
 
 ScalarT = TypeVar("ScalarT", bound=np.generic)
 
@@ -52,7 +53,9 @@ class Branch:
         "_support_counts",
         "_support_ids",
         "_token_ids",
+        "_tool_spans",
         "_version_counts",
+        "_weightless",
         "temperature",
     )
 
@@ -64,19 +67,23 @@ class Branch:
         self._version_counts: dict[int, int] = {}
         self._spans: list[tuple[int, int]] = []
         self._mixed_spans: list[tuple[int, int]] = []
+        self._tool_spans: list[tuple[int, int]] = []
         self._payload_chunks = PayloadChunks()
         self._support_counts: Int32Array | None = None
         self._support_ids: list[Int32Array] = []
         self._num_support_ids = 0
         self._named: dict[str, NDArray[np.generic]] | None = None
         self._num_weighted = 0
+        self._weightless: Mapping[str, Mapping[int, int]] = _NONE_WEIGHTLESS
         self._allocate(_INITIAL_CAPACITY)
 
-    def extend_context(self, token_ids: Int32Array | list[int]) -> None:
+    def extend_context(self, token_ids: Int32Array | list[int], *, is_tool_output: bool = False) -> None:
         """Append what no policy sampled (prompt, user turn, tool output). Its loss mask is False."""
         added = as_token_ids(token_ids)
         where = self._grow(len(added))
         self._token_ids[where] = added
+        if is_tool_output and len(added):
+            self._tool_spans.append((where.start, where.stop))
 
     def extend_completion(self, completion: Completion) -> None:
         """Append what one turn sampled. Its loss mask is True.
@@ -103,36 +110,43 @@ class Branch:
     def set_column(self, name: str, values: object, *, start: int = 0) -> None:
         """Give tokens `start` and on more for a loss to read, under a name: [count] or [count, k] numbers.
 
-        Tokens that nothing is set for are 0. Raises `ValueError` for values that are no column, that reach beyond the
-        branch, or that are of another width than those set before.
+        Tokens that nothing is set for are 0, or 1 in `WEIGHTS_OF_SAMPLED`. Raises `ValueError` for values that are no
+        column, that reach beyond the branch, or that are of another width than those set before.
         """
         column, columns = as_column(name, values), self._named or {}
         end, kind = start + len(column), ColumnKind.of(column)
         if not 0 <= start <= end <= self._num_tokens:
             raise ValueError(f"column {name!r} for tokens {start} to {end}: the branch has {self._num_tokens}")
-        before = columns.get(name, kind.zeros(0))
+        before = columns.get(name, kind.unset(name, 0))
         if (other := ColumnKind.of(before)).width != kind.width:
             raise ValueError(f"column {name!r} is {other}, and cannot be {kind} too")
         kind = other.joined(kind)
-        whole = kind.zeros(max(end, len(before)))
+        whole = kind.unset(name, max(end, len(before)))
         whole[: len(before)] = before
         whole[start:end] = column
         if name == CROSS_ENTROPY_WEIGHTS:
             if len(whole) and whole[0]:
                 raise ValueError(f"column {name!r} has a weight for the first token, which nothing before it predicts")
             self._num_weighted = int(np.count_nonzero(whole))
+        elif name in WEIGHTS_OF_SAMPLED:
+            is_weightless = (whole == 0) & self.loss_mask[: len(whole)]
+            self._weightless = {**self._weightless, name: _counted(self.policy_versions[: len(whole)][is_weightless])}
         readonly(whole)
         self._named = {**columns, name: whole}
 
     @property
     def columns(self) -> Mapping[str, NDArray[np.generic]]:
-        """What `set_column` set, by name, [num_tokens] or fewer, or [num_tokens, k]; the rest is 0."""
+        """What `set_column` set, by name, [num_tokens] or fewer, or [num_tokens, k]; the rest is unset."""
         return self._named or _NO_COLUMNS
 
     @property
     def num_weighted(self) -> int:
         """Tokens with a weight in the column of cross-entropy."""
         return self._num_weighted
+
+    def weightless(self, name: str) -> Mapping[int, int]:
+        """How many of the tokens that each policy version sampled have the weight 0 in one of `WEIGHTS_OF_SAMPLED`."""
+        return self._weightless.get(name, {})
 
     @property
     def num_tokens(self) -> int:
@@ -158,6 +172,11 @@ class Branch:
     def completion_spans(self) -> tuple[tuple[int, int], ...]:
         """First token and end of each completion, in order."""
         return tuple(self._spans)
+
+    @property
+    def tool_spans(self) -> tuple[tuple[int, int], ...]:
+        """First token and end of each stretch of context that brought what a tool answered, in order; for people."""
+        return tuple(self._tool_spans)
 
     @property
     def mixed_spans(self) -> tuple[tuple[int, int], ...]:
@@ -222,9 +241,7 @@ class Branch:
         if oldest == newest:  # all but always
             counts[oldest] = counts.get(oldest, 0) + len(versions)
             return
-        for version, count in zip(
-            *(column.tolist() for column in np.unique(versions, return_counts=True)), strict=True
-        ):
+        for version, count in _counted(versions).items():
             counts[version] = counts.get(version, 0) + count
 
     def _view(self, column: NDArray[ScalarT]) -> NDArray[ScalarT]:
@@ -255,3 +272,9 @@ class Branch:
 
     def _columns(self) -> tuple[Int32Array, Float32Array, Int32Array, BoolArray]:
         return self._token_ids, self._logprobs, self._policy_versions, self._loss_mask
+
+
+def _counted(versions: Int32Array) -> dict[int, int]:
+    """How often each occurs."""
+    found, counts = np.unique(versions, return_counts=True)
+    return dict(zip(found.tolist(), counts.tolist(), strict=True))

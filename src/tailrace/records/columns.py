@@ -2,7 +2,8 @@
 
     a branch's tokens ─► float32 or int32 [num_tokens] or [num_tokens, k] ─► batch ─► rows ─► `LossTokens.columns`
 
-A branch that lacks a column that others of its batch have is 0 there, and so are tokens that nothing was set for.
+A branch that lacks a column that others of its batch have is 0 there, and so are tokens that nothing was set for; in
+columns of weights that all sampled tokens have it is 1.
 """
 
 from __future__ import annotations
@@ -15,6 +16,14 @@ from numpy.typing import NDArray
 CROSS_ENTROPY_WEIGHTS = "cross_entropy_weights"
 """The column of weights that tokens have in the cross-entropy component, float32; 0: they do not bear it."""
 
+REFERENCE_KL_WEIGHTS = "reference_kl_weights"
+"""The column of weights that sampled tokens have in the divergence from a reference, float32; where none is set, 1."""
+
+DISTILLATION_WEIGHTS = "distillation_weights"
+"""The same in that from a teacher."""
+
+WEIGHTS_OF_SAMPLED = frozenset({REFERENCE_KL_WEIGHTS, DISTILLATION_WEIGHTS})
+WEIGHTS = WEIGHTS_OF_SAMPLED | {CROSS_ENTROPY_WEIGHTS}
 
 TEACHER_LOGPROBS = "teacher_logprobs"
 """The column of log-probabilities that a teacher gives to sampled tokens, float32."""
@@ -55,9 +64,9 @@ class ColumnKind:
         """Of one token."""
         return self.dtype.itemsize * int(np.prod(self.width, dtype=np.int64))
 
-    def zeros(self, count: int) -> NDArray[np.generic]:
-        """[count, *width]."""
-        return np.zeros((count, *self.width), self.dtype)
+    def unset(self, name: str, count: int) -> NDArray[np.generic]:
+        """[count, *width]: what tokens have in the column `name` that nothing was set for."""
+        return np.full((count, *self.width), name in WEIGHTS_OF_SAMPLED, self.dtype)
 
     def __str__(self) -> str:
         return f"{self.dtype} [{', '.join(['num_tokens', *map(str, self.width)])}]"
@@ -79,9 +88,9 @@ def as_column(name: str, values: object) -> NDArray[np.generic]:
             f"column {name!r} needs numbers, [num_tokens] or [num_tokens, k]; it was given {given.dtype} "
             f"{list(given.shape)}"
         )
-    is_whole = given.dtype.kind in "iu" and name != CROSS_ENTROPY_WEIGHTS
+    is_whole = given.dtype.kind in "iu" and name not in WEIGHTS
     column = np.ascontiguousarray(given, np.int32 if is_whole else np.float32)
-    if name == CROSS_ENTROPY_WEIGHTS and not (column.ndim == 1 and np.isfinite(column).all()):
+    if name in WEIGHTS and not (column.ndim == 1 and np.isfinite(column).all()):
         raise ValueError(f"column {name!r} holds weights: one finite number for each token")
     if column.dtype == np.int32 and given.dtype.itemsize >= 4 and not np.array_equal(column, given):
         raise ValueError(f"column {name!r} has numbers that int32 cannot hold")

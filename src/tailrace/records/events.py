@@ -1,7 +1,8 @@
 """What the processes of a run tell each other. Every event carries the run's epoch: a stale one cannot end a new run.
 
 TrainerStarted → (ModelStateDictPublished → StepTrained | StepSkipped)* → TrainerEnded
-StopRequested may come from any role at any time; only the trainer answers it, with TrainerEnded.
+StopRequested may come from any role at any time; only the trainer answers it, with TrainerEnded. ReplicaJoined and
+ReplicaLeft, of the orchestrator, may come at any time too, and are for people.
 """
 
 from __future__ import annotations
@@ -69,6 +70,24 @@ class CheckpointWritten(_Event, frozen=True, kw_only=True):
     path: str
 
 
+class ReplicaJoined(_Event, frozen=True, kw_only=True):
+    """A generator takes requests from now on."""
+
+    name: str
+    serving: int
+    """How many do."""
+
+
+class ReplicaLeft(_Event, frozen=True, kw_only=True):
+    """A generator that took requests is gone; those that it had go on elsewhere."""
+
+    name: str
+    serving: int
+    reason: str
+    in_order: bool
+    """It was let go, with nothing to be sampled again; else it was lost."""
+
+
 class StopRequested(_Event, frozen=True, kw_only=True):
     """Some role asks the trainer to end, and with which status."""
 
@@ -93,6 +112,8 @@ Event: TypeAlias = (
     | StepTrained
     | StepSkipped
     | CheckpointWritten
+    | ReplicaJoined
+    | ReplicaLeft
     | StopRequested
     | TrainerEnded
 )

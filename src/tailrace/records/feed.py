@@ -1,8 +1,8 @@
 """What a trainer that is not ours is handed, one sample at a time, and what it tells in return.
 
     FeedSample ──► consumer (one rank of the trainer) ──► ConsumerJoined, SamplesTaken | SamplesWanted | SamplesDropped
-                   its leader, once for the trainer    ──► TrainingBegan → (StepDone, WeightsWritten, CheckpointSaved)*
-                                                           → TrainingOver
+                   its leader, once for the trainer    ──► TrainingBegan → (StepDone, WeightsWritten | WeightsOffered,
+                                                           CheckpointSaved)* → TrainingOver
 
 The order of reports is that in which they were told: a rank tells what it took before its leader can tell of the step.
 """
@@ -14,7 +14,7 @@ from typing import TypeAlias
 import msgspec
 
 from tailrace.records.batch import TrainingSample
-from tailrace.records.events import RunStatus
+from tailrace.records.events import ModelStateDictRef, RunStatus
 from tailrace.records.ids import SampleId, TaskId
 from tailrace.records.sampling import SamplingParams
 
@@ -101,6 +101,17 @@ class WeightsWritten(_Report, frozen=True, kw_only=True):
     folder: str
 
 
+class WeightsOffered(_Report, frozen=True, kw_only=True):
+    """The trainer's process holds whole weights, which the generators of its host take from there."""
+
+    ref: ModelStateDictRef
+
+    @property
+    def version(self) -> int:
+        """Of the weights."""
+        return self.ref.version
+
+
 class CheckpointSaved(_Report, frozen=True, kw_only=True):
     """A durable checkpoint contains `step`: the trainer will never come back to an earlier one."""
 
@@ -132,6 +143,7 @@ FeedReport: TypeAlias = (
     | TrainingBegan
     | StepDone
     | WeightsWritten
+    | WeightsOffered
     | CheckpointSaved
     | TrainingOver
     | ConsumerLost

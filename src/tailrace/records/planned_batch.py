@@ -123,8 +123,8 @@ class PlannedBatch:
                 yield sample.loss_mask if column == "loss_mask" else getattr(branch, column)
 
     def named_pieces(self, name: str) -> Iterator[NDArray[np.generic]]:
-        """One of `columns`, sample after sample: views of the branches (copies of the few of another dtype), and zeros
-        for what they lack."""
+        """One of `columns`, sample after sample: views of the branches (copies of the few of another dtype), and what
+        is unset for what they lack."""
         kind = self.columns[name]
         for sample in self.samples:
             column = sample.branch.columns.get(name)
@@ -132,7 +132,7 @@ class PlannedBatch:
             if column is not None:
                 yield column.astype(kind.dtype, copy=False)
             if count < sample.num_tokens:
-                yield kind.zeros(sample.num_tokens - count)
+                yield kind.unset(name, sample.num_tokens - count)
 
     def plan_columns(self) -> dict[str, NDArray[np.generic]]:
         """All columns that are short: of samples, rows and spans. O(samples)."""
@@ -172,7 +172,8 @@ class PlannedBatch:
             plan[name] = np.concatenate([*part.pieces(name), np.empty(0, dtype)])
         return Batch(
             columns={
-                name: np.concatenate([*part.named_pieces(name), kind.zeros(0)]) for name, kind in part.columns.items()
+                name: np.concatenate([*part.named_pieces(name), kind.unset(name, 0)])
+                for name, kind in part.columns.items()
             },
             summary=part.summary,
             payloads=part.payloads(),

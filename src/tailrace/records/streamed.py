@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
@@ -45,8 +44,7 @@ class StreamedOrigin(msgspec.Struct, frozen=True, kw_only=True):
     """Rollouts of its group that were handed over together."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class StreamedSample:
+class StreamedSample(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     """One finished branch with its advantages. Arrays are read-only; context and completions lie in order."""
 
     origin: StreamedOrigin
@@ -58,7 +56,7 @@ class StreamedSample:
     mixed_spans: Int32Array  # [num_spans, 2]: first token and end of what was sampled over older weights' keys, values
     supports: Supports | None = None
     """What top-p and top-k left of the vocabulary; None: all of it."""
-    columns: Mapping[str, NDArray[np.generic]] = field(default_factory=dict)
+    columns: Mapping[str, NDArray[np.generic]] = msgspec.field(default_factory=dict)
     """Columns with a name of their own: float32 or int32, [num_tokens] or [num_tokens, k]."""
 
     @property

@@ -62,6 +62,13 @@ def conversation_lines(rollout: Rollout) -> str:
     return "\n".join(lines)
 
 
+def message_text(message: dict[str, Json]) -> str:
+    """A message for a table's cell: its role, then what it says and calls."""
+    bubble = _bubble(message)
+    calls = [f"{name}({arguments})" for name, arguments in bubble.tool_calls]
+    return "\n".join([f"{bubble.role}:", *filter(None, [bubble.reasoning, bubble.text, *calls])])
+
+
 def _facts(chosen: ChosenRollout) -> list[tuple[str, str]]:
     record, versions = chosen.record, chosen.record.versions
     facts = [("step", f"{record.step:,}"), ("turns", f"{record.turns:,}"), ("tokens", f"{record.completion_tokens:,}")]

@@ -155,7 +155,9 @@ def environment_gauge(environments: Callable[[], Mapping[str, EnvironmentFigures
 
 def replica_gauge(replicas: Sequence[Replica]) -> Gauge:
     """What the router knows of every generator."""
-    return lambda: {name: value for replica in replicas for name, value in replica.metrics().items()}
+    return lambda: {
+        name: value for replica in replicas if replica.was_there for name, value in replica.metrics().items()
+    }
 
 
 def usage_gauge(usage: Callable[[], ModelUsage]) -> Gauge:

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tailrace.records import Rollout
+from tailrace.reporting.advice import Advice
 from tailrace.reporting.conversations import conversation_lines
 from tailrace.reporting.formats import (
     NOTHING,
@@ -41,6 +42,7 @@ _LEAST_CURVE = 34
 _LEAST_CONVERSATION = 5
 """Rows that are worth one."""
 _BAR_WIDTH = 16
+_MOST_ADVICE = 3
 
 
 def run_screen(
@@ -61,6 +63,10 @@ def run_screen(
         Padding(_beside(learning, flow) if wide else Group(learning, flow), (0, 2)),
     ]
     rows = max(learning.row_count, flow.row_count) if wide else learning.row_count + flow.row_count
+    told = [_advice(one, width) for one in view.advice[: max(0, min(_MOST_ADVICE, height - 6 - rows))]]
+    if told:
+        parts += [Text(), *told]
+        rows += len(told) + 1
     spare = height - 5 - rows  # one row is the cursor's
     shown = log_lines[max(0, len(log_lines) - max(0, spare - 1)) :]
     spare -= len(shown) + 1 if shown else 0
@@ -100,6 +106,14 @@ def _progress(view: RunView, remaining_s: float | None, width: int) -> Renderabl
     return Text.assemble("  ", bar, "  ", words, no_wrap=True, overflow="ellipsis")
 
 
+def _advice(one: Advice, width: int) -> Text:
+    """What is wrong, and as much of what to change as the line has room for."""
+    style = _BAD if one.severity == "alarm" else _WARN
+    line = Text.assemble(("  ! ", f"bold {style}"), (one.seen, style), (f" → {one.change}", _LABEL))
+    line.truncate(width - 1, overflow="ellipsis")
+    return line
+
+
 def _learning(view: RunView, width: int) -> Table:
     grid = _grid(width)
     grid.add_row("reward", _reward(view), _spark(view.rewards, _ACCENT))
@@ -121,11 +135,23 @@ def _flow(view: RunView, width: int) -> Table:
     grid.add_row("ready", *_gauge(view.ready_groups, view.groups_per_batch, "group"))
     memory = f"{num_bytes(view.rss_bytes)} of memory" if view.rss_bytes else ""
     grid.add_row("queued", _number(view.queued_batches, "batch", "es"), Text(memory, style=_LABEL))
-    grid.add_row("running", _number(view.running_rollouts, "rollout", "s"))
+    grid.add_row("running", _number(view.running_rollouts, "rollout", "s"), _replicas(view))
     grid.add_row("phases", *_phases(view))
     grid.add_row("loop lag", *_lag(view))
     grid.add_row("rollouts", *_outcomes(view))
     return grid
+
+
+def _replicas(view: RunView) -> Text:
+    """How many generators serve, where there may be more than one, and how many there may be."""
+    if view.replicas_max == 1:
+        return Text()
+    bounds = f" of {view.replicas_max}"
+    if view.replicas_min < view.replicas_max:
+        bounds = f", of {view.replicas_min} to {view.replicas_max}"
+    lost = f", {view.replica_losses} lost" if view.replica_losses else ""
+    style = _WARN if view.replicas < view.replicas_min else ""
+    return Text.assemble(("on ", _LABEL), (f"{view.replicas}", style), (f"{bounds} generators{lost}", _LABEL))
 
 
 def _grid(width: int) -> Table:

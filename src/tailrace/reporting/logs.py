@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import enum
 import logging
-import os
-import shutil
-import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
 from typing_extensions import override
+
+from tailrace.tracing.log_files import LogFile, StderrHandler
 
 _FILE_FORMAT = "%(asctime)s.%(msecs)03d %(levelname)-7s %(name)s: %(message)s"
 _LINE_FORMAT = "%(asctime)s  %(message)s"
@@ -57,24 +55,26 @@ class RecentLines(logging.Handler):
             self._lines.append(first)
 
 
-class _LogFile(RotatingFileHandler):
-    """A log file of bounded size, whose failure (a full disk) is reported once, not once a line.
+class _FileHandler(logging.Handler):
+    """Lines of a file. What users' code prints in a process of its own goes into the same one."""
 
-    What users' code logs goes there, and what it prints in a process of its own. Once full it is copied to `NAME.1` and
-    emptied, not renamed: the process prints into the same file.
-    """
-
-    _reported = False
+    def __init__(self, file: LogFile) -> None:
+        super().__init__()
+        self._file = file
 
     @override
-    def rotate(self, source: str, dest: str) -> None:
-        shutil.copyfile(source, dest)
-        os.truncate(source, 0)
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            line = self.format(record) + "\n"
+        except Exception:  # noqa: BLE001 - a message that does not fit its arguments: where it was written is shown
+            self.handleError(record)
+        else:
+            self._file.append(line.encode(errors="backslashreplace"))
 
-    def handleError(self, record: logging.LogRecord) -> None:
-        if not self._reported:
-            self._reported = True
-            super().handleError(record)
+    @override
+    def close(self) -> None:
+        self._file.close()
+        super().close()
 
 
 @contextmanager
@@ -105,13 +105,13 @@ def setup_logging(
     Raises `OSError` when the folder cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    file = _LogFile(
-        folder / f"{role}.log", maxBytes=max_bytes, backupCount=1, encoding="utf-8", errors="backslashreplace"
-    )
-    file.setFormatter(logging.Formatter(_FILE_FORMAT, "%Y-%m-%d %H:%M:%S"))
-    handlers: list[logging.Handler] = [file]
+    file = LogFile(folder / f"{role}.log", f"the log of {role}", max_bytes=max_bytes, is_shared=True)
+    file.open()
+    to_file = _FileHandler(file)
+    to_file.setFormatter(logging.Formatter(_FILE_FORMAT, "%Y-%m-%d %H:%M:%S"))
+    handlers: list[logging.Handler] = [to_file]
     recent = RecentLines() if terminal is Terminal.LIVE else None
-    shown = logging.StreamHandler(sys.stderr) if terminal is Terminal.LINES else recent
+    shown = StderrHandler() if terminal is Terminal.LINES else recent
     if shown is not None:
         shown.setLevel(logging.INFO)
         shown.addFilter(lambda record: record.name != FILE_ONLY)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
-import numpy as np
 from typing_extensions import override
 
 from tailrace.batching import FormedBatch
@@ -25,6 +25,7 @@ from tailrace.records import (
     StepTrained,
     TerminalState,
 )
+from tailrace.reporting.advice import HISTORY, Advice, advice
 from tailrace.reporting.evaluation_figures import EVALUATED, evaluation_metrics
 from tailrace.reporting.gauges import WAITS, Gauge
 from tailrace.reporting.logs import FILE_ONLY
@@ -34,7 +35,9 @@ from tailrace.reporting.recording import RunRecorder
 from tailrace.reporting.rollout_records import RolloutEntry
 from tailrace.reporting.sinks import JsonlSink, RolloutWriter
 from tailrace.reporting.summary import LedgerSummary, RunSummary
+from tailrace.reporting.tokens.writer import TokenWriter
 from tailrace.reporting.totals import MISMATCH_NATS, RunTotals, mismatch_in
+from tailrace.reporting.trackers.hub import Trackers
 from tailrace.scheduling import Evaluation, Ledger, SchedulerObserver
 from tailrace.tracing.phases import phase
 
@@ -88,15 +91,21 @@ class RunObserver(SchedulerObserver):
         *,
         metrics: JsonlSink,
         rollouts: RolloutWriter,
+        tokens: TokenWriter,
         capture: GroupSink,
         listener: MetricsListener,
+        trackers: Trackers,
+        submit: Callable[[Callable[[], None]], bool],
         release_payloads: Callable[[RolloutId], None],
     ) -> None:
-        """`release_payloads` is called for every rollout that is terminal."""
+        """`submit` has a thread do what takes longer; `release_payloads` is called for every rollout that is over."""
         self.totals = RunTotals()
         """Of all starts of the run."""
         self.latest: dict[str, float] = {}
         """The line of the newest step."""
+        self.advice: list[Advice] = []
+        """What is wrong by the newest steps."""
+        self._recent: deque[dict[str, float]] = deque(maxlen=HISTORY)
         self.sample: Rollout | None = None
         """One that the newest step was trained on, to be looked at."""
         self.starts = 1
@@ -107,13 +116,14 @@ class RunObserver(SchedulerObserver):
         self._ledger_before = LedgerSummary()
         self._recorder = RunRecorder()
         self._gauges: list[Gauge] = []
-        self._sink, self._rollouts, self._capture, self._release = metrics, rollouts, capture, release_payloads
-        self._listener = listener
+        self._sink, self._rollouts, self._tokens = metrics, rollouts, tokens
+        self._capture, self._release = capture, release_payloads
+        self._listener, self._trackers, self._submit = listener, trackers, submit
         self._clock = asyncio.get_running_loop().time
         self._started_s = self._last_step_s = self._clock()
         self._generated_tokens = 0
         """Since the last step."""
-        self._advantages: dict[RolloutId, float] = {}
+        self._advantages: dict[RolloutId, float | Float32Array] = {}
         self._lost: dict[RolloutId, Rollout] = {}
         """Rollouts that never finished and are not terminal yet."""
         self._told: set[tuple[str, str]] = set()
@@ -177,6 +187,8 @@ class RunObserver(SchedulerObserver):
         self._release(rollout_id)
         self._recorder.rollout_ended(rollout_id, rollout, outcome)
         known = rollout or self._lost.pop(rollout_id, None)
+        if known is not None:
+            self._recorder.tokens_dropped(known, outcome)
         has_failed = outcome.state is TerminalState.FAILED
         if has_failed:
             self._tell_failure(known, outcome.reason, message)
@@ -198,12 +210,12 @@ class RunObserver(SchedulerObserver):
         self._recorder.group_scored(group)
         self._capture.write(group)
         for rollout, advantage in zip(group.rollouts, group.advantages or (), strict=False):
-            self._advantages[rollout.rollout_id] = _mean_advantage(advantage)
+            self._advantages[rollout.rollout_id] = advantage
 
     @override
     def part_released(self, part: Group) -> None:
         for rollout, advantage in zip(part.rollouts, part.advantages or (), strict=True):
-            self._advantages[rollout.rollout_id] = _mean_advantage(advantage)
+            self._advantages[rollout.rollout_id] = advantage
 
     @override
     def batch_sent(self, formed: FormedBatch) -> None:
@@ -226,12 +238,20 @@ class RunObserver(SchedulerObserver):
         for gauge in self._gauges:
             self._recorder.update(gauge())
         self.latest = self._taken_in(event.step, now, self._flush()) | self.totals.ratios()
+        self._recent.append(self.latest)
+        self.advice = advice(self._recent)
         self._watch_mismatch(event.step)
         self._sink.write(self.latest)
         self._listener.step_ended(StepMetrics.of(self.latest))
+        self._trackers.logged(self.latest)
+        self._trackers.ended(event.step, self._entries, self._submit)
         trained = (entry.rollout for entry in self._entries if entry.outcome.state is TerminalState.TRAINED)
         self.sample = next(trained, self.sample)
         self._rollouts.write(event.step, self._entries)
+        if self._tokens.wants(event.step):
+            samples = (sample for group in formed.groups for sample in group.samples)
+            oldest = {sample.rollout_id: sample.oldest_version for sample in samples}
+            self._tokens.write(event.step, self._entries, oldest)
         self._entries = []
         self._last_step_s = now
         self._capture.step_ended()
@@ -260,8 +280,11 @@ class RunObserver(SchedulerObserver):
         line = self._taken_in(evaluation.step, self._clock(), evaluation_metrics(evaluation))
         self._sink.write(line)
         self._listener.evaluated(StepMetrics.of(line))
+        self._trackers.logged(line)
         rollouts = [rollout for result in evaluation.results.values() for rollout in result.rollouts]
-        self._rollouts.write_evaluation(evaluation.step, [RolloutEntry(rollout, EVALUATED) for rollout in rollouts])
+        entries = [RolloutEntry(rollout, EVALUATED) for rollout in rollouts]
+        self._rollouts.write_evaluation(evaluation.step, entries)
+        self._tokens.write_evaluation(evaluation.step, entries)
         for environment in evaluation.results:
             if (course := self.totals.evaluations.get(environment)) is not None:
                 _logger.info("held-out %s: %s", environment, course.line())
@@ -269,9 +292,15 @@ class RunObserver(SchedulerObserver):
                 reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(lost.items()))
                 _logger.warning("held-out %s, step %d: rollouts lost: %s", environment, evaluation.step, reasons)
 
+    def checkpoint_written(self, step: int, path: str) -> None:
+        """A checkpoint that contains the step is durable."""
+        self._trackers.checkpoint_written(step, path)
+
     def write_rest(self, step: int) -> None:
         """At the end: rollouts that ended since the last step go to the file of the step that never was."""
         self._rollouts.write(step + 1, self._entries)
+        if self._tokens.wants(step + 1):
+            self._tokens.write(step + 1, self._entries, {})
         self._entries = []
         self.totals.add(self._flush())
 
@@ -287,11 +316,6 @@ class RunObserver(SchedulerObserver):
         line = {"step": step, "wall_s": self.earlier_s + now - self._started_s, **metrics, **counts}
         self.totals.add(line)
         return line
-
-
-def _mean_advantage(advantage: float | Float32Array) -> float:
-    """Over its tokens, where it has one for each."""
-    return float(advantage.mean()) if isinstance(advantage, np.ndarray) else float(advantage)
 
 
 def with_figures(summary: RunSummary, ledger: Ledger, observer: RunObserver) -> RunSummary:

@@ -157,6 +157,13 @@ class RunRecorder(MetricsAccumulator):
         if rollout.reward is not None and outcome.state in _REWARDED:
             self._add_reward(rollout.task.environment, rollout.reward, trained=outcome.state is TerminalState.TRAINED)
 
+    def tokens_dropped(self, rollout: Rollout, outcome: Outcome) -> None:
+        """A rollout that sampled something is terminal."""
+        if outcome.state is TerminalState.TRAINED:
+            return
+        for whose in ("rollout", f"environment/{rollout.task.environment}"):
+            self.add(f"{whose}/dropped_tokens/{outcome.reason}", rollout.num_completion_tokens)
+
     def _add_reward(self, environment: str, reward: Reward, *, trained: bool) -> None:
         for name in ("reward/mean", "reward/std", "reward/min", "reward/max"):
             self.add(name, reward.value)
@@ -201,6 +208,8 @@ class RunRecorder(MetricsAccumulator):
         self.add("staleness/mean", batch.staleness_mean, weight=batch.loss_tokens)
         if batch.cross_entropy_tokens:
             self.add("batch/cross_entropy_tokens", batch.cross_entropy_tokens)
+        for name in batch.weightless_tokens:
+            self.add(f"batch/{name.removesuffix('_weights')}_tokens", batch.weighted_tokens(name))
 
     @override
     def flush(self) -> dict[str, float]:

@@ -2,15 +2,18 @@
 
 Made from the run's folder alone (`metrics.jsonl`, `rollouts/*.jsonl`, `summary.json`, the settings file), so that a
 report can be made again, for a run that was killed too. Everything a model or a task wrote is hostile text: the
-template escapes it, and the page's own policy forbids scripts and requests.
+template escapes it, and the page's own policy forbids requests, and every script but the one that it was written with.
 """
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 import jinja2
 
@@ -19,7 +22,7 @@ from tailrace.reporting.conversations import conversation, pretty, readable
 from tailrace.reporting.formats import NOTHING, clock, compact, num_bytes, seconds, share
 from tailrace.reporting.metrics import metric_spec
 from tailrace.reporting.phase_report import ROW_HEADINGS, total_costs
-from tailrace.reporting.run_folder import RunFolder, read_run_folder
+from tailrace.reporting.run_folder import ChosenRollout, RunFolder, read_run_folder
 from tailrace.reporting.summary import RunSummary, summary_lines
 
 REPORT_FILE = "report.html"
@@ -36,15 +39,36 @@ class Tile:
     detail: str = ""
 
 
-def write_report(run_folder: Path) -> None:
+@dataclass(frozen=True, slots=True)
+class Views:
+    """Further pages of the chosen rollouts, which a script of the page's own draws in its place."""
+
+    style: str
+    script: str
+    kept: str
+    """JSON: what the script knows of the rollouts."""
+    links: Mapping[str, Sequence[tuple[str, str]]]
+    """By rollout: what its pages are called, and their addresses, which begin with `#/`."""
+
+    @property
+    def script_digest(self) -> str:
+        """Of SHA-256, as a page's policy names the script that may run."""
+        return base64.b64encode(hashlib.sha256(self.script.encode()).digest()).decode()
+
+
+ViewsOf: TypeAlias = Callable[[Path, Sequence[ChosenRollout]], Views | None]
+
+
+def write_report(run_folder: Path, views_of: ViewsOf | None = None) -> None:
     """Write `report.html` and, where there is a reward, `reward.png` into the run's folder.
 
-    Takes a second or two, most of it matplotlib's: call it off the event loop. Raises `DataError` for a folder
-    without a run and `OSError` where the files cannot be written.
+    `views_of` makes further pages of the rollouts in it. Takes a second or two, most of it matplotlib's: call it
+    off the event loop. Raises `DataError` for a folder without a run and `OSError` where the files cannot be written.
     """
     run = read_run_folder(run_folder)
     rewards = (run.series("reward/mean"), run.series("reward/std"))
-    _replace(run_folder / REPORT_FILE, _page(run, reward_chart(*rewards)).encode("utf-8", "replace"))
+    views = None if views_of is None else views_of(run_folder, run.rollouts)
+    _replace(run_folder / REPORT_FILE, _page(run, reward_chart(*rewards), views).encode("utf-8", "replace"))
     if (picture := reward_png(*rewards, f"{readable(run.name)}: reward")) is not None:
         _replace(run_folder / REWARD_FILE, picture)
 
@@ -55,7 +79,7 @@ def _replace(path: Path, data: bytes) -> None:
     os.replace(temporary, path)
 
 
-def _page(run: RunFolder, reward: Chart | None) -> str:
+def _page(run: RunFolder, reward: Chart | None, views: Views | None) -> str:
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("tailrace.reporting"),
         autoescape=True,
@@ -76,6 +100,7 @@ def _page(run: RunFolder, reward: Chart | None) -> str:
         metrics=_metric_rows(run),
         phase_headings=ROW_HEADINGS,
         phases=[cost.row() for cost in total_costs(run.steps)],
+        views=views,
     )
 
 

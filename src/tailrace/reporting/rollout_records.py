@@ -12,7 +12,7 @@ import numpy as np
 
 from tailrace.errors import DataError
 from tailrace.guards import guarded
-from tailrace.records import Branch, Json, Outcome, Rollout
+from tailrace.records import Branch, Float32Array, Json, Outcome, Rollout
 
 
 class VersionRange(msgspec.Struct, frozen=True):
@@ -72,7 +72,8 @@ class RolloutEntry:
 
     rollout: Rollout
     outcome: Outcome
-    advantage: float | None = None
+    advantage: float | Float32Array | None = None
+    """One for all of its tokens, or one each."""
     error: str = ""
     """Why it failed."""
 
@@ -91,7 +92,7 @@ def rollout_record(entry: RolloutEntry, step: int) -> RolloutRecord:
         error=entry.error,
         reward=None if reward is None else reward.value,
         reward_components={} if reward is None else dict(reward.components),
-        advantage=entry.advantage,
+        advantage=_mean_advantage(entry.advantage),
         messages=[dict(message) for message in rollout.messages],
         task=dict(rollout.task.row),
         task_seed=rollout.task.seed,
@@ -110,6 +111,10 @@ def rollout_record(entry: RolloutEntry, step: int) -> RolloutRecord:
         duration_s=max(0.0, rollout.ended_s - rollout.started_s),
         metrics=dict(rollout.metrics),
     )
+
+
+def _mean_advantage(advantage: float | Float32Array | None) -> float | None:
+    return None if advantage is None else float(np.mean(advantage))
 
 
 def _token_statistics(branches: Sequence[Branch]) -> tuple[VersionRange | None, float | None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +11,7 @@ from tailrace.records import Json
 from tailrace.reporting.rollout_records import RolloutRecord
 from tailrace.reporting.sinks import read_jsonl, read_rollouts
 from tailrace.reporting.summary import RunSummary, read_summary
+from tailrace.reporting.tokens import token_files
 
 METRICS_FILE = "metrics.jsonl"
 ROLLOUTS_FOLDER = "rollouts"
@@ -83,16 +84,21 @@ def read_run_folder(folder: Path) -> RunFolder:
     return RunFolder(
         name=folder.resolve().name if summary is None else summary.name,
         rows=read_jsonl(folder / METRICS_FILE),
-        rollouts=choose_rollouts(folder / ROLLOUTS_FOLDER),
+        rollouts=choose_rollouts(folder / ROLLOUTS_FOLDER, {file.step for file in token_files(folder)}),
         summary=summary,
         settings=settings.read_text(encoding="utf-8", errors="replace") if settings.is_file() else "",
     )
 
 
-def choose_rollouts(folder: Path) -> list[ChosenRollout]:
-    """The best, median and worst of the newest files, and a typical one of the first file, to see what was learned."""
+def choose_rollouts(folder: Path, token_steps: Collection[int] = ()) -> list[ChosenRollout]:
+    """The best, median and worst of the newest files, and a typical one of the first file, to see what was learned.
+
+    The newest are those of which tokens were written, where there are such.
+    """
     paths = sorted(folder.glob("step_*.jsonl"))
-    newest = _scored(paths[-_NEWEST_FILES:])
+    with_tokens = [path for path in paths if int(path.stem.removeprefix("step_")) in token_steps]
+    latest = paths[-_NEWEST_FILES:]
+    newest = _scored([path for path in latest if path in with_tokens] or with_tokens[-1:] or latest)
     if not newest:
         return []
     places = (("Best", len(newest) - 1), ("Median", len(newest) // 2), ("Worst", 0))

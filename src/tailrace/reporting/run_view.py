@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from tailrace.records import Rollout, TerminalState
+from tailrace.reporting.advice import Advice
 from tailrace.reporting.observer import RunObserver
 from tailrace.reporting.phase_report import phase_costs
 from tailrace.scheduling import Evaluator, Ledger, SchedulerStatistics, Verdict
@@ -58,6 +59,9 @@ class RunView:
     sample: Rollout | None = None
     """One that the newest step was trained on."""
 
+    advice: Sequence[Advice] = ()
+    """What is wrong by the newest steps."""
+
     held_out: Mapping[str, float] = field(default_factory=dict)
     """Mean reward of the newest evaluation beside training, by environment."""
     evaluating_step: int | None = None
@@ -81,6 +85,13 @@ class RunView:
     queued_batches: int = 0
     running_rollouts: int = 0
     """Rollouts whose agents run."""
+
+    replicas: int = 0
+    """Generators that serve."""
+    replicas_min: int = 1
+    replicas_max: int = 1
+    replica_losses: int = 0
+    """Times that one was lost."""
 
     moves: int = 0
     """Counts what the counts above don't show: steps of engines, and what the trainer told of."""
@@ -118,6 +129,7 @@ def snapshot(
         learning_rate=latest.get("training/learning_rate"),
         curves=totals.curves,
         sample=observer.sample,
+        advice=observer.advice,
         held_out={name: course.reward_last for name, course in totals.evaluations.items()},
         evaluating_step=evaluator.step,
         evaluated_rollouts=evaluator.ended,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -45,22 +45,47 @@ class JsonlSink:
             _append_bytes(self._path, msgspec.json.encode(record) + b"\n")
 
 
-class RolloutWriter:
-    """A folder of readable rollouts, one file per step: `rollouts/step_000012.jsonl`.
+class WaitingRollouts:
+    """Jobs that write rollouts, bounded in rollouts and not only in jobs: what waits holds on to its rollouts' tokens.
 
-    What waits holds on to its rollouts' tokens, so it is bounded in rollouts, not only in files. What is written is let
-    go of rollout by rollout: to free thousands of them at once holds every thread up, the event loop's too.
+    What is written is let go of rollout by rollout: to free thousands of them at once holds every thread up, the event
+    loop's too.
     """
+
+    def __init__(self, writer: BackgroundWriter, *, at_most: int = 1024) -> None:
+        """So many wait for the disk, or one file's worth where that is more."""
+        self._writer, self._at_most = writer, at_most
+        self._submitted = self._written = 0
+
+    def submit(self, entries: Sequence[RolloutEntry], job: Callable[[Iterator[RolloutEntry]], None]) -> bool:
+        """Have `job` write them; it sees each once. Never waits and never raises: False when they were dropped."""
+        kept = deque(entries)
+        waiting = self._submitted - self._written
+        if waiting and waiting + len(kept) > self._at_most:
+            self._writer.drop()
+            return False
+        count = len(kept)
+        accepted = self._writer.submit(lambda: self._run(job, kept, count))
+        self._submitted += count * accepted
+        return accepted
+
+    def _run(self, job: Callable[[Iterator[RolloutEntry]], None], entries: deque[RolloutEntry], count: int) -> None:
+        try:
+            job(_taken(entries))
+        finally:
+            self._written += count
+
+
+class RolloutWriter:
+    """A folder of readable rollouts, one file per step: `rollouts/step_000012.jsonl`."""
 
     def __init__(
         self, folder: Path, writer: BackgroundWriter, *, every_steps: int = 1, waiting_rollouts: int = 1024
     ) -> None:
         """At most `waiting_rollouts` wait for the disk, or one file's worth where that is more."""
         self._folder = folder
-        self._writer = writer
         self._every_steps = every_steps
-        self._max_waiting = waiting_rollouts
-        self._submitted = self._written = 0
+        self._waiting = WaitingRollouts(writer, at_most=waiting_rollouts)
 
     def write(self, step: int, entries: Sequence[RolloutEntry]) -> bool:
         """Append these rollouts to the file of `step`. Never waits and never raises: False when they were dropped.
@@ -77,24 +102,14 @@ class RolloutWriter:
         return self._every_steps == 0 or self._submit(evaluation_path(self._folder, step), step, entries)
 
     def _submit(self, path: Path, step: int, entries: Sequence[RolloutEntry]) -> bool:
-        kept = deque(entries)
-        waiting = self._submitted - self._written
-        if waiting and waiting + len(kept) > self._max_waiting:
-            self._writer.drop()
-            return False
-        count = len(kept)
-        accepted = self._writer.submit(lambda: self._append(path, step, kept, count))
-        self._submitted += count * accepted
-        return accepted
+        return self._waiting.submit(entries, lambda taken: _append_rollouts(path, step, taken))
 
-    def _append(self, path: Path, step: int, entries: deque[RolloutEntry], count: int) -> None:
-        try:
-            with phase("write_rollouts") as writing:
-                data = b"".join(encode_line(rollout_record(entry, step)) for entry in _taken(entries))
-                writing.add_bytes(len(data))
-                _append_bytes(path, data)
-        finally:
-            self._written += count
+
+def _append_rollouts(path: Path, step: int, entries: Iterator[RolloutEntry]) -> None:
+    with phase("write_rollouts") as writing:
+        data = b"".join(encode_line(rollout_record(entry, step)) for entry in entries)
+        writing.add_bytes(len(data))
+        _append_bytes(path, data)
 
 
 def _taken(entries: deque[RolloutEntry]) -> Iterator[RolloutEntry]:

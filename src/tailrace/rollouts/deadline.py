@@ -10,7 +10,6 @@ cancellations is named in the log, with the line it waits in, and is no longer w
 from __future__ import annotations
 
 import asyncio
-import inspect
 import logging
 from collections.abc import Callable, Coroutine
 from types import TracebackType
@@ -18,6 +17,7 @@ from typing import Any, TypeVar
 
 from tailrace.errors import EnvironmentFailed, RolloutTimeout
 from tailrace.records import Task
+from tailrace.tracing.stacks import frames_of
 
 CANCEL_S = 2.0
 """Seconds that a coroutine has to end once it is cancelled, twice."""
@@ -138,11 +138,7 @@ def _take_exception(task: asyncio.Task[Any]) -> None:
 def innermost_line(task: asyncio.Task[Any]) -> str:
     """The innermost line of users' or our code that a suspended task waits in."""
     where = "an unknown place"
-    awaiting: object = task.get_coro()
-    while awaiting is not None:
-        frame = getattr(awaiting, "cr_frame", None) or getattr(awaiting, "gi_frame", None)
-        if frame is not None and "/asyncio/" not in frame.f_code.co_filename:
+    for frame in frames_of(task):
+        if "/asyncio/" not in frame.f_code.co_filename:
             where = f"{frame.f_code.co_name} ({frame.f_code.co_filename}:{frame.f_lineno})"
-        is_generator = inspect.isgenerator(awaiting)
-        awaiting = getattr(awaiting, "gi_yieldfrom" if is_generator else "cr_await", None)
     return where

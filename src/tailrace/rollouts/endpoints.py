@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from tailrace.environments import Endpoint
+from tailrace.environments import Endpoint, Offer
+from tailrace.environments.outside import TellClient
+from tailrace.errors import SettingsError
 
 if TYPE_CHECKING:
     from tailrace.rollouts.policy import RolloutPolicy
@@ -38,6 +40,13 @@ class Endpoints(Protocol):
         Raises `SettingsError` where the gateway cannot be started (its port is taken, a package is missing, ...).
         """
 
+    def claimed(self, offer: Offer) -> AbstractAsyncContextManager[TellClient]:
+        """Let a client outside claim a rollout, and wait for that. Inside, another process plays it.
+
+        What the context gives tells the client where that is; one that is told nothing gets another rollout, if any.
+        Raises as `open` does.
+        """
+
     def entry(self, worker: int) -> EndpointsEntry:
         """How an agent worker makes its own; they are numbered from 0 on."""
 
@@ -46,3 +55,11 @@ class Endpoints(Protocol):
 
     async def close(self) -> None:
         """No rollout is played any more."""
+
+
+def no_endpoints(environment: str) -> SettingsError:
+    """For an environment whose policies need addresses, where nothing gives them any."""
+    return SettingsError(
+        f"environment {environment!r} asks for its policy's HTTP address, and nothing gives one here: pass `endpoints` "
+        "(tailrace.gateway.Gateway) to the rollouter"
+    )

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tailrace.environments import EnvironmentSettings, EnvironmentSpec
-from tailrace.environments.outside import OutsideAgent
-from tailrace.records import SamplingParams
+from tailrace.environments.outside import Offer, OutsideAgent, TellClient
+from tailrace.records import Json, SamplingParams, Task
 from tailrace.rollouts.settings import RolloutSettings
 
 _AGES_S = 3.0e8
@@ -44,6 +44,16 @@ class LoadedEnvironment:
     def deadline_s(self) -> float:
         """From when a rollout is admitted."""
         return _AGES_S if self.is_outside else self.timeout_s
+
+    def offer(self, task: Task, tell: TellClient | None = None) -> Offer:
+        """What a client outside may claim, of an environment for those. `tell` is as `Offer` has it."""
+        assert isinstance(self.spec.agent, OutsideAgent)
+        limits: dict[str, Json] = {
+            "max_turns": self.max_turns,
+            "max_tokens": self.sampling.max_tokens,
+            "timeout_s": self.timeout_s,
+        }
+        return Offer(task, self.spec.agent.lease_s, self.timeout_s, limits, tell)
 
     @classmethod
     def of(

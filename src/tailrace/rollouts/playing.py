@@ -8,9 +8,9 @@ from __future__ import annotations
 import asyncio
 from functools import partial
 
-from tailrace.environments import Agent, AgentResult, EnvironmentSpec, Offer, Policy
+from tailrace.environments import Agent, AgentResult, EnvironmentSpec, Policy
 from tailrace.environments.callables import is_async_environment
-from tailrace.environments.outside import OutsideAgent
+from tailrace.environments.outside import OutsideAgent, TellClient
 from tailrace.environments.programs import CommandAgent
 from tailrace.environments.results import as_agent_result
 from tailrace.errors import BudgetExceeded, ScoringFailed
@@ -67,14 +67,23 @@ class RolloutPlayer:
             endpoints=self._endpoints,
         )
 
-    async def play(self, rollout: Rollout, policy: RolloutPolicy, environment: LoadedEnvironment) -> AgentResult:
+    async def play(
+        self,
+        rollout: Rollout,
+        policy: RolloutPolicy,
+        environment: LoadedEnvironment,
+        *,
+        tell: TellClient | None = None,
+    ) -> AgentResult:
         """Run the agent to its end, within the environment's limit; what it reported.
+
+        `tell` answers the client outside that has claimed it already; None: one may claim it here.
 
         Raises `RolloutError`, `RequestRefused` where the engine cannot take a prompt, and what concerns more than it.
         """
         spec, task, limit_s = environment.spec, rollout.task, environment.deadline_s
         clock = asyncio.get_running_loop().time
-        agent, started_s = self._agent(environment), clock()
+        agent, started_s = self._agent(environment, tell), clock()
         try:
             with (
                 attribute_errors(task),
@@ -136,10 +145,10 @@ class RolloutPlayer:
         ):
             return await judge(group)
 
-    def _agent(self, environment: LoadedEnvironment) -> Agent:
+    def _agent(self, environment: LoadedEnvironment, tell: TellClient | None) -> Agent:
         spec = environment.spec
         if isinstance(spec.agent, OutsideAgent):
-            return partial(_play_outside, agent=spec.agent, environment=environment)
+            return partial(_play_outside, agent=spec.agent, environment=environment, tell=tell)
         if isinstance(spec.agent, CommandAgent):
             is_apart = spec.agent.needs_worker and not spec.trusted
             needs_reward = not (spec.scores_rollouts or spec.scores_groups)
@@ -155,14 +164,9 @@ class RolloutPlayer:
 
 
 async def _play_outside(
-    task: Task, policy: Policy, *, agent: OutsideAgent, environment: LoadedEnvironment
+    task: Task, policy: Policy, *, agent: OutsideAgent, environment: LoadedEnvironment, tell: TellClient | None
 ) -> AgentResult:
-    limits = {
-        "max_turns": environment.max_turns,
-        "max_tokens": environment.sampling.max_tokens,
-        "timeout_s": environment.timeout_s,
-    }
-    return await agent.play(policy, Offer(task, agent.lease_s, environment.timeout_s, limits))
+    return await agent.play(policy, environment.offer(task, tell))
 
 
 def leave_out_empty_branches(rollout: Rollout) -> None:

@@ -53,7 +53,7 @@ from tailrace.rollouts.chat.rendering import ChatRenderer, Renderer
 from tailrace.rollouts.chat.stop_strings import StopStringFound, StopStrings, listener_for
 from tailrace.rollouts.chat.text_deltas import TextDeltas
 from tailrace.rollouts.chat.text_parts import as_text
-from tailrace.rollouts.endpoints import Endpoints
+from tailrace.rollouts.endpoints import Endpoints, no_endpoints
 from tailrace.rollouts.turn_sampling import turn_sampling
 from tailrace.tracing.phases import phase
 
@@ -246,10 +246,7 @@ class RolloutPolicy:
     def endpoint(self) -> AbstractAsyncContextManager[Endpoint]:
         """An HTTP address for this policy: see `Policy.endpoint`."""
         if self._endpoints is None:
-            raise SettingsError(
-                f"environment {self._rollout.task.environment!r} asks for its policy's HTTP address, and nothing gives "
-                "one here: pass `endpoints` (tailrace.gateway.Gateway) to the rollouter"
-            )
+            raise no_endpoints(self._rollout.task.environment)
         return self._endpoints.open(self)
 
     def keep(self, messages: Sequence[Message]) -> None:
@@ -458,7 +455,7 @@ class RolloutPolicy:
 
     def _record(self, asked: AskedTurn, completion: Completion, listener: StopStrings | None) -> Reply:
         conversation, branch = asked.conversation, asked.conversation.branch
-        branch.extend_context(asked.context)
+        branch.extend_context(asked.context, is_tool_output=_brings_tool_output(conversation, asked))
         prompt = branch.token_ids
         branch.extend_completion(completion)
         parsed = self._renderer.parse(completion, prompt_token_ids=prompt, tools=conversation.tools)
@@ -494,3 +491,8 @@ class RolloutPolicy:
             return messages
         rest = messages[1:] if messages and messages[0]["role"] == "system" else messages
         return [{"role": "system", "content": self._system_prompt}, *rest]
+
+
+def _brings_tool_output(conversation: BranchConversation, asked: AskedTurn) -> bool:
+    """Whether the turn's context is what tools answered to the turn before."""
+    return bool(conversation.turns) and any(message["role"] == "tool" for message in asked.messages)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from copy import copy
 from functools import partial
 from pathlib import Path
@@ -12,12 +12,12 @@ from typing import Any
 from tailrace.environments import AgentResult, EnvironmentSpec, ScoreGroup
 from tailrace.errors import RequestRefused, RolloutError, ScoringFailed, SettingsError
 from tailrace.records import Generate, Group, GroupId, Rollout, RolloutId, SamplingParams, Task
-from tailrace.rollouts.agent_workers import AgentWorkers, WorkerWatch
+from tailrace.rollouts.agent_workers import AgentWorkers, PlayedRollout, WorkerPlace, WorkerWatch
 from tailrace.rollouts.agent_workers.messages import ScoredBy
 from tailrace.rollouts.attribution import attribute_errors
 from tailrace.rollouts.chat.rendering import ChatRenderer, Renderer, RendererSource
 from tailrace.rollouts.deadline import Attempts, rollout_deadline
-from tailrace.rollouts.endpoints import Endpoints
+from tailrace.rollouts.endpoints import Endpoints, no_endpoints
 from tailrace.rollouts.environment import LoadedEnvironment
 from tailrace.rollouts.error_budget import ErrorTally
 from tailrace.rollouts.playing import RolloutPlayer, leave_out_empty_branches
@@ -51,11 +51,13 @@ class Rollouter:
         worker_log: Path | None = None,
         watch: WorkerWatch | None = None,
         endpoints: Endpoints | None = None,
+        agent_places: Sequence[WorkerPlace] | None = None,
     ) -> None:
         """`environments` by their names, which tasks carry. `max_steps` is what reward functions are told.
 
         Agents may demonstrate where it `takes_demonstrations`, and a `teacher` scores every group; not in evaluations.
-        `endpoints` give the policies of rollouts that are played in this process their HTTP addresses.
+        `endpoints` give the policies of rollouts that are played in this process their HTTP addresses. Agent workers
+        are at `agent_places`, one at each; None: they are children of this process.
         """
         self._settings = settings
         self._environments = environments
@@ -88,6 +90,7 @@ class Rollouter:
                 records_experts=records_experts,
                 takes_demonstrations=takes_demonstrations,
                 endpoints=endpoints,
+                places=agent_places,
             )
         self._judges: dict[str, RelativeJudge] = {}
         self._failures = ErrorTally(settings.rollout_errors, "rollouts", "rollouts.rollout_errors")
@@ -166,6 +169,11 @@ class Rollouter:
         self._workers.kill()
         if self._agents is not None:
             self._agents.kill()
+
+    def write_stacks(self) -> None:
+        """Agent workers write where they stand into their log, soon; not one that is stopped."""
+        if self._agents is not None:
+            self._agents.write_stacks()
 
     @property
     def agent_workers(self) -> AgentWorkers | None:
@@ -254,12 +262,24 @@ class Rollouter:
         if agents is None:
             await self._play_here(rollout, environment)
             return
-        played = await agents.play(rollout, is_evaluation=self._evaluation_seed is not None)
+        played = await self._play_apart(agents, rollout, environment)
 
         async def scored(rollout: Rollout, reported: AgentResult) -> AgentResult:
             return played.scored_or_raise()
 
         await self._score(rollout, environment.spec, played.reported, scored)
+
+    async def _play_apart(
+        self, agents: AgentWorkers, rollout: Rollout, environment: LoadedEnvironment
+    ) -> PlayedRollout:
+        """In an agent worker; clients outside claim their rollouts here first, so that one place has them all."""
+        is_evaluation = self._evaluation_seed is not None
+        if not environment.is_outside:
+            return await agents.play(rollout, is_evaluation=is_evaluation)
+        if self._endpoints is None:
+            raise no_endpoints(environment.spec.name)
+        async with self._endpoints.claimed(environment.offer(rollout.task)) as tell:
+            return await agents.play(rollout, is_evaluation=is_evaluation, tell=tell)
 
     async def _play_here(self, rollout: Rollout, environment: LoadedEnvironment) -> None:
         policy = self._player.policy(rollout, environment, is_evaluation=self._evaluation_seed is not None)

@@ -59,8 +59,9 @@ class RolloutSettings(BaseModel, extra="forbid", frozen=True):
     worker_start_timeout_s: float = Field(120.0, gt=0, description="Seconds to start and load an environment.")
     agent_workers: int | Literal["auto"] = Field(
         "auto",
-        description="Processes in which agents and environments run; 0: they run beside the scheduler; auto: one for "
-        "environments whose code is not built in, unless placement = 'inline' or no other process can load them.",
+        description="Processes in which agents and environments run, on the nodes of placement = 'ray'; 0: they run "
+        "beside the scheduler; auto: one there, for environments whose code is not built in, unless placement = "
+        "'inline' or no other process can load them.",
     )
     agent_block_s: float = Field(
         20.0, gt=0, description="Seconds that a coroutine may hold an agent worker's loop; then the worker is killed."
@@ -107,6 +108,18 @@ class RolloutSettings(BaseModel, extra="forbid", frozen=True):
     def num_agent_workers(self) -> int:
         """Processes, where environments are played in any."""
         return 1 if self.agent_workers == "auto" else self.agent_workers
+
+    @property
+    def hosted_worker_names(self) -> tuple[str, ...]:
+        """Of agent workers that are roles on a cluster's nodes: a number of them. `auto` is one beside the scheduler.
+
+        >>> RolloutSettings(agent_workers=2).hosted_worker_names
+        ('agent-worker-0', 'agent-worker-1')
+        >>> RolloutSettings().hosted_worker_names
+        ()
+        """
+        count = 0 if self.agent_workers == "auto" else self.agent_workers
+        return tuple(f"agent-worker-{number}" for number in range(count))
 
     @property
     def restricts(self) -> bool:

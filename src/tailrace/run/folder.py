@@ -14,12 +14,21 @@ from typing import Any
 import msgspec
 import tomli_w
 
-from tailrace.config import CONFIG_FILE, RECIPE_FILE, Difference, RunSettings, differences, own_settings
+from tailrace.config import (
+    CONFIG_FILE,
+    RECIPE_FILE,
+    Difference,
+    RunSettings,
+    differences,
+    own_settings,
+    settings_as_toml,
+)
 from tailrace.errors import DataError, SettingsError
-from tailrace.feed import FEED_FILE
 from tailrace.guards import guarded
 from tailrace.reporting.sinks import step_of_path
+from tailrace.reporting.tokens.files import files_in
 from tailrace.run.ownership import OWNER_FILE, own_folder
+from tailrace.transport.redis.feed_place import FEED_FILE
 
 
 class RunPaths:
@@ -49,14 +58,27 @@ class RunPaths:
         self.capture = root / "capture"
         """What entered the pipeline in the first steps, where asked for."""
         self.tokens = root / "tokens"
-        """Every token that was trained on, where asked for."""
+        """Rollouts token by token, and every token that was trained on, where asked for."""
+        self.join = root / "join.json"
+        """Where generators ask to join the run, while it takes any in."""
         self.gateway = root / "gateway.json"
-        self.feed = root / FEED_FILE
         """Where clients outside find the run, and its key; gone when the run has ended."""
+        self.feed = root / FEED_FILE
+        """Where a trainer outside finds the run's samples; gone when the run has ended."""
         self.nonfinite = root / "nonfinite"
         """The rows of steps that were skipped since their loss or gradient was not finite."""
         self.tokenizer = root / "tokenizer"
         """The tokenizer's files, where the model has no local folder."""
+
+    def checkpoint_seen_here(self, path: str) -> str:
+        """One that the trainer tells of, which may see the run's folder under a path of its own machine.
+
+        >>> RunPaths(Path("runs/mine")).checkpoint_seen_here("/mnt/runs/mine/checkpoints/step_000010")
+        'runs/mine/checkpoints/step_000010'
+        """
+        told = Path(path)
+        is_ours = (told.parent.name, told.parent.parent.name) == (self.checkpoints.name, self.root.name)
+        return str(self.checkpoints / told.name) if is_ours else path
 
 
 _logger = logging.getLogger(__name__)
@@ -207,6 +229,10 @@ def wind_back(paths: RunPaths, step: int) -> None:
         for path in rollouts:
             _append(paths.superseded / path.name, path.read_bytes())
             path.unlink()
+        for found in files_in(paths.tokens):
+            if found.moment.step > step:
+                (paths.superseded / paths.tokens.name).mkdir(parents=True, exist_ok=True)
+                found.path.replace(paths.superseded / paths.tokens.name / found.path.name)
     except OSError as error:
         raise DataError(f"cannot set aside the steps after {step} in {paths.root}: {error.strerror}") from error
 
@@ -230,9 +256,3 @@ def _step_of(line: bytes) -> int:
             return msgspec.json.decode(line, type=_MetricsLine).step
     except DataError:
         return 0
-
-
-def settings_as_toml(settings: RunSettings) -> str:
-    """The resolved settings as a file that `tailrace train` takes. What is unset is left out: TOML has no null."""
-    of_this_start = {"resume", "allow_changed_settings"}
-    return tomli_w.dumps(settings.model_dump(mode="json", exclude_none=True, exclude=of_this_start))

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import ExitStack, asynccontextmanager, closing
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import ExitStack, asynccontextmanager, closing, contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypedDict
 
 import msgspec
+import zmq.asyncio
 from typing_extensions import override
 
 from tailrace.config import RunSettings
-from tailrace.feed import FeedPlace
 from tailrace.generation.rpc.client import GeneratorClient, ReportListener
-from tailrace.generation.rpc.server import GeneratorServer
+from tailrace.generation.rpc.server import GeneratorServer, OpenModelStateDict
 from tailrace.lifecycle.launchers import Launcher
 from tailrace.lifecycle.resources import own_payload_folder, own_shared_memory, remove_leftovers
 from tailrace.lifecycle.roles import Role, RoleSpec
+from tailrace.rollouts.agent_workers.hosting import HostClient, WorkerHost
+from tailrace.rollouts.agent_workers.places import LocalPlace
 from tailrace.run.folder import RunPaths, told_in, writing
 from tailrace.run.transports import BATCHES_AHEAD, MakeGenerator, TrainerEnds, Transports
 from tailrace.transport.batches.channels import (
@@ -32,17 +36,20 @@ from tailrace.transport.batches.channels import (
     value_receiver,
     value_sender,
 )
-from tailrace.transport.channels import require_listener
+from tailrace.transport.channels import Channel, OpenChannel, require_listener
 from tailrace.transport.events.log import MemoryEventLog
 from tailrace.transport.events.rpc import ConversingEventLogServer, EventLogClient, EventLogServer
+from tailrace.transport.keys import CurveKeys, guard_all
 from tailrace.transport.payloads.accounts import PayloadAccounts
 from tailrace.transport.payloads.slab_store import FOLDER, OverflowingPayloadStore, SlabPayloadStore
 from tailrace.transport.payloads.store import MemoryPayloadStore, PayloadStore
 from tailrace.transport.redis.channels import RedisPlace
 from tailrace.transport.redis.connection import require_redis, with_password
+from tailrace.transport.redis.feed_place import FeedPlace
 from tailrace.transport.redis.sample_sender import RedisSampleSender
 from tailrace.transport.redis.streams import Origin
 from tailrace.transport.samples.stream import SampleSender
+from tailrace.transport.settings import BatchTransport
 from tailrace.transport.weights.lending import ModelStateDictLender
 from tailrace.transport.weights.stores import (
     ModelStateDictStore,
@@ -73,8 +80,20 @@ class Whereabouts(msgspec.Struct, frozen=True):
     """URL of the Redis that events and batches go through; empty where they do not."""
     samples: str = ""
     """URL of the one that samples for an outside trainer go through; empty without one."""
+    keys: CurveKeys | None = None
+    """Of this run's sockets, where others than its own host may reach them."""
     trainer_life: int = 0
     """How often the trainer was started before; each life has addresses of its own for events and batches."""
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratorEnds:
+    """What a generator's process reads and writes beside its socket."""
+
+    open: OpenModelStateDict
+    payloads: PayloadStore
+    forwarded: MemoryPayloadStore | None
+    """The same store, where its client does not see it."""
 
 
 class _TrainerRanks(TypedDict):
@@ -102,6 +121,8 @@ class HostTransports(Transports):
     def __init__(self, where: Whereabouts, settings: RunSettings) -> None:
         self.where, self._settings = where, settings
         self.redis = redis_place(where, settings) if where.redis else None
+        self.samples = redis_place(where, settings, where.samples) if where.samples else None
+        self._open_channel: OpenChannel = partial(Channel, keys=where.keys)
         self._shared_memory, self._files = Path(where.shared_memory), Path(where.batch_files)
         self.lender = ModelStateDictLender(self._shared_memory, deltas=settings.transport.weights != "whole")
         """Lends published weights to be sent to generators that do not see the folder."""
@@ -125,24 +146,28 @@ class HostTransports(Transports):
 
     @override
     async def serve_generator(self, role: Role, make_generator: MakeGenerator) -> None:
-        forwarded = MemoryPayloadStore() if self._settings.transport.payloads == "value" else None
-        with (
-            closing(self._opened()) as store,
-            closing(forwarded or self._payload_store(role.instance)) as payloads,
-        ):
-            generator = make_generator(payloads)
+        with self.generator_ends(role.instance) as ends:
+            generator = make_generator(ends.payloads)
             try:
                 server = GeneratorServer(
                     generator,
-                    store.open,
+                    ends.open,
                     role.address,
                     report_every_s=self._settings.generator.router.report_every_s,
-                    forwarded=forwarded,
+                    forwarded=ends.forwarded,
+                    keys=self.where.keys,
                 )
                 role.ready(server.address)
                 await server.serve()
             finally:
                 await generator.close()
+
+    @contextmanager
+    def generator_ends(self, instance: str) -> Iterator[GeneratorEnds]:
+        """Of a generator that puts payloads under this name."""
+        forwarded = MemoryPayloadStore() if self._settings.transport.payloads == "value" else None
+        with closing(self._opened()) as store, closing(forwarded or self._payload_store(instance)) as payloads:
+            yield GeneratorEnds(store.open, payloads, forwarded)
 
     @property
     def _transfers_weights(self) -> bool:
@@ -159,15 +184,20 @@ class HostTransports(Transports):
         kind = TransferReceiver if self._transfers_weights else SharedMemoryModelStateDictStore
         return kind(self._shared_memory)
 
+    @property
+    def _batches(self) -> BatchTransport | None:
+        """As chosen; through the socket itself where roles share no memory."""
+        return self._settings.transport.batches or ("zmq" if self.where.keys else None)
+
     @override
     def batch_sender(self) -> ChannelBatchSender:
         address, ranks = self.where.batches, self._trainer_ranks
         kept: _Kept = {"capacity": BATCHES_AHEAD, "retained_bytes": self._retained_bytes}
-        match self._settings.transport.batches:
+        match self._batches:
             case "files":
-                return file_sender(address, self._files, **ranks, **kept)
+                return file_sender(address, self._files, **ranks, **kept, open_channel=self._open_channel)
             case "zmq":
-                return value_sender(address, **ranks, **kept)
+                return value_sender(address, **ranks, **kept, open_channel=self._open_channel)
             case _ if self.redis is not None and self._settings.transport.redis.bodies == "files":
                 return file_sender(address, self._files, **ranks, **kept, open_channel=self.redis.open_channel)
             case _ if self.redis is not None:
@@ -179,11 +209,11 @@ class HostTransports(Transports):
 
     def _batch_receiver(self, rank: int) -> ChannelBatchReceiver:
         address, ranks = self.where.batches, self._trainer_ranks
-        match self._settings.transport.batches:
+        match self._batches:
             case "files":
-                return file_receiver(address, self._files, rank=rank, **ranks)
+                return file_receiver(address, self._files, rank=rank, **ranks, open_channel=self._open_channel)
             case "zmq":
-                return value_receiver(address, rank=rank, **ranks)
+                return value_receiver(address, rank=rank, **ranks, open_channel=self._open_channel)
             case _ if self.redis is not None and self._settings.transport.redis.bodies == "files":
                 return file_receiver(address, self._files, rank=rank, **ranks, open_channel=self.redis.open_channel)
             case _ if self.redis is not None:
@@ -213,7 +243,7 @@ class HostTransports(Transports):
         if not restarts_trainer(self._settings):
             return None
         chosen = int(self._settings.restarts.retained_mb * 1e6)
-        if self.redis is not None or self._settings.transport.batches in ("files", "zmq"):
+        if self.redis is not None or self._batches in ("files", "zmq"):
             return chosen
         return min(chosen, shutil.disk_usage(self._shared_memory).free // 4)
 
@@ -224,7 +254,8 @@ class HostTransports(Transports):
 
     @override
     def sample_sender(self) -> SampleSender:
-        return RedisSampleSender(redis_place(self.where, self._settings, self.where.samples))
+        assert self.samples is not None
+        return RedisSampleSender(self.samples)
 
     @override
     def model_state_dicts(self) -> SharedMemoryModelStateDictStore:
@@ -244,13 +275,13 @@ class HostTransports(Transports):
     @override
     def serve_log(self, log: MemoryEventLog) -> Callable[[], Awaitable[None]]:
         if self.redis is None:
-            return EventLogServer(log, self.where.events).close
+            return EventLogServer(log, self.where.events, self.where.keys).close
         addresses = [rank_address(self.where.events, rank) for rank in range(self._settings.trainer.ranks)]
         return ConversingEventLogServer(log, addresses, self.redis.open_channel).close
 
     def _log_client(self, rank: int) -> EventLogClient:
         if self.redis is None:
-            return EventLogClient(self.where.events, self.where.epoch)
+            return EventLogClient(self.where.events, self.where.epoch, self._open_channel)
         address = rank_address(self.where.events, rank)
         return EventLogClient(address, self.where.epoch, self.redis.open_channel)
 
@@ -261,11 +292,28 @@ class HostTransports(Transports):
         return GeneratorClient(
             address,
             name=name,
+            keys=self.where.keys,
             progress_deadline_s=self._settings.generator.router.progress_deadline_s,
             on_report=on_report,
             payloads=payloads,
             by_value=self._settings.transport.payloads == "value",
         )
+
+    async def serve_agent_worker(self, role: Role, place: LocalPlace) -> None:
+        """Say that the role is ready, and start an agent worker's processes there until the orchestrator is gone."""
+        keys = self.where.keys
+        end_guard = guard_all(zmq.asyncio.Context.instance(), keys) if keys else None
+        try:
+            host = WorkerHost(role.address, keys, place)
+            role.ready(host.address)
+            await host.serve()
+        finally:
+            if end_guard is not None:
+                end_guard()
+
+    def agent_host(self, address: str, name: str) -> HostClient:
+        """To a role of that kind that is ready at `address`."""
+        return HostClient(address, self.where.keys, name)
 
     @override
     def remove(self) -> None:
@@ -286,7 +334,7 @@ async def host_transports(settings: RunSettings, paths: RunPaths, launcher: Laun
     redis = await _redis_url(settings, launcher) if settings.uses_redis else ""
     samples = await _redis_url(settings, launcher) if settings.feeds_through_redis else ""
     with ExitStack() as stack:
-        if launcher.has_trainer_elsewhere:  # which sees the run's folder alone
+        if launcher.has_roles_elsewhere:  # which sees the run's folder alone
             await asyncio.to_thread(remove_leftovers, paths.root)
             shared_memory = payloads = stack.enter_context(own_payload_folder(launcher.epoch, paths.root)).path
         else:
@@ -304,11 +352,15 @@ async def host_transports(settings: RunSettings, paths: RunPaths, launcher: Laun
             payloads=str(payloads),
             redis=redis,
             samples=samples,
+            keys=CurveKeys.make() if launcher.finds_devices else None,
         )
+        if where.keys:
+            stack.callback(guard_all(zmq.asyncio.Context.instance(), where.keys))
         if samples:
             place = redis_place(where, settings, samples)
             await asyncio.to_thread(place.remove_keys)
-            told = FeedPlace(settings.transport.redis.url or samples, settings.name, place.prefix)
+            sockets = str(shared_memory) if settings.transport.weights == "nccl" else ""
+            told = FeedPlace(settings.transport.redis.url or samples, settings.name, place.prefix, sockets)
             with writing(paths.root):
                 stack.enter_context(told_in(paths.feed, msgspec.json.encode(told)))
         if redis:

@@ -6,7 +6,7 @@ what may grow to its limit   caches, activations of a row          refused above
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +14,7 @@ import psutil
 
 from tailrace.config import RunSettings
 from tailrace.errors import SettingsError
+from tailrace.lifecycle.launchers import launcher_class
 from tailrace.models.files import read_json
 from tailrace.models.loading import resolve_model
 from tailrace.records import Json
@@ -24,6 +25,8 @@ ENGINE_BYTES = 100 << 20
 """A process that has imported torch has no less to itself."""
 WORKER_BYTES = 20 << 20
 """A process for users' code, likewise."""
+TASK_BYTES = 48
+"""Of a data set's order in an epoch, which is drawn as a whole; rows may be made when they are asked for."""
 BEYOND_REASON = 4
 """Of what may never grow to its limit: so many times the memory is beyond any doubt."""
 _BYTES = {"float32": 4, "bfloat16": 2}
@@ -42,18 +45,19 @@ class Claim:
     """The memory, that it may not come to more than."""
 
 
-def require_room(settings: RunSettings, memory_bytes: int | None = None) -> None:
+def require_room(settings: RunSettings, memory_bytes: int | None = None, *, tasks: Sequence[int] = ()) -> None:
     """Raise `SettingsError`, with the figure, for what this machine's memory (or so many bytes) cannot hold.
 
-    Memory of GPUs is not looked at: their roles say what they lack when they start.
+    `tasks` are how many each environment trains on. Memory of GPUs is not looked at: their roles say what they lack
+    when they start.
     """
     memory_bytes = memory_bytes or total_memory()
-    for claim in (*_rollouts(settings), *_processes(settings), *_caches(settings)):
+    for claim in (*_rollouts(settings), *_processes(settings), *_caches(settings), *_orders(tasks)):
         if claim.num_bytes > claim.times * memory_bytes:
             raise SettingsError(
                 f"{claim.of} would take about {_size(claim.num_bytes)} of memory, and this machine has "
                 f"{_size(memory_bytes)}: lower {claim.key}",
-                key=tuple(claim.key.split(".")),
+                key=tuple(int(part) if part.isdigit() else part for part in claim.key.split(".")),
             )
 
 
@@ -78,17 +82,21 @@ def _rollouts(settings: RunSettings) -> Iterator[Claim]:
 
 def _processes(settings: RunSettings) -> Iterator[Claim]:
     generator, workers = settings.generator, settings.rollouts.workers
+    yield Claim(workers * WORKER_BYTES, f"{workers:,} rollout workers", "rollouts.workers")
+    if _has_all_elsewhere(settings):
+        return
     if not generator.connect:
-        engines = generator.replicas * generator.tensor_parallel
+        engines = generator.replicas.min * generator.tensor_parallel
         yield Claim(engines * ENGINE_BYTES, f"{engines:,} processes of generators", "generator.replicas")
     yield Claim(settings.trainer.ranks * ENGINE_BYTES, f"{settings.trainer.ranks:,} trainer ranks", "trainer.ranks")
-    yield Claim(workers * WORKER_BYTES, f"{workers:,} rollout workers", "rollouts.workers")
     agents = settings.rollouts.num_agent_workers
     yield Claim(agents * WORKER_BYTES, f"{agents:,} agent workers", "rollouts.agent_workers")
 
 
 def _caches(settings: RunSettings) -> Iterator[Claim]:
     """Of models whose widths a folder of this machine tells: others would have to be looked up with transformers."""
+    if _has_all_elsewhere(settings):
+        return
     source = resolve_model(settings.model.name)
     config = read_json(Path(source.location) / "config.json") if source.is_local and not source.gguf_file else {}
     generator, trainer = settings.generator, settings.trainer
@@ -101,11 +109,21 @@ def _caches(settings: RunSettings) -> Iterator[Claim]:
         tokens = generator.concurrency * settings.max_model_tokens
         width = 2 * layers * (keys or heads) * head_size * _BYTES[settings.model.dtype]
         what = f"keys and values of {generator.concurrency:,} requests of {settings.max_model_tokens:,} tokens"
-        yield Claim(generator.replicas * tokens * width, what, "generator.slots", BEYOND_REASON)
+        yield Claim(generator.replicas.min * tokens * width, what, "generator.slots", BEYOND_REASON)
     if trainer.feed == "batch" and not trainer.device.startswith("cuda"):
         tokens = settings.scheduling.row_tokens
         inputs = layers * hidden * 4 * -(-tokens // trainer.sequence_parallel)
         yield Claim(inputs, f"layers' inputs of a row of {tokens:,} tokens", "scheduling.row_tokens", BEYOND_REASON)
+
+
+def _has_all_elsewhere(settings: RunSettings) -> bool:
+    """Whether the roles are on machines of a cluster, whose memory is not known here."""
+    return launcher_class(settings.placement).finds_devices
+
+
+def _orders(tasks: Sequence[int]) -> Iterator[Claim]:
+    for index, count in enumerate(tasks):
+        yield Claim(count * TASK_BYTES, f"the order of {count:,} tasks", f"environments.{index}.args")
 
 
 def _number(config: Mapping[str, Json], name: str) -> int:

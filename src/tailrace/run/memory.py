@@ -108,7 +108,9 @@ def _generators(settings: RunSettings, sizes: ModelSizes, adapter: AdapterSizes)
         return
     published = published_bytes(sizes, settings.trainer.lora, dtype, adapter)
     memory = generator_memory(sizes, dtype, generator, max_model_tokens=settings.max_model_tokens, published=published)
-    who = "The generator" if generator.replicas == 1 else f"Each of {generator.replicas} generators"
+    count = generator.replicas.max
+    who = "The generator" if count == 1 else f"Each of {generator.replicas.min} to {count} generators"
+    who = f"Each of {count} generators" if count == generator.replicas.min > 1 else who
     yield (
         f"{who} needs up to about {gigabytes(memory.total)}: weights {gigabytes(memory.weights)}, keys and values of "
         f"{generator.concurrency} requests of {settings.max_model_tokens:,} tokens {gigabytes(memory.cache)}, new "

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -33,8 +34,11 @@ from tailrace.lifecycle.event_loop import first_done
 from tailrace.lifecycle.shutdown import ShutdownStage, run_stage
 from tailrace.records import (
     CheckpointWritten,
+    Event,
     ModelStateDictPublished,
     ModelStateDictRef,
+    ReplicaJoined,
+    ReplicaLeft,
     RunStatus,
     StepSkipped,
     StepTrained,
@@ -47,6 +51,7 @@ from tailrace.reporting.run_view import Stage
 from tailrace.reporting.totals import read_totals
 from tailrace.rollouts import Rollouter
 from tailrace.run.folder import RunPaths, count_starts, wind_back
+from tailrace.run.generators import ReplicaListener
 from tailrace.run.scheduler_states import SchedulerStates
 from tailrace.run.started_roles import StartedRoles
 from tailrace.scheduling import Evaluator, Scheduler
@@ -63,7 +68,7 @@ _EXPLANATION_S = 1.0
 """How long to wait for a failed engine's process to end, whose error says more than the failed call's."""
 
 
-class Orchestrator(WeightListener):
+class Orchestrator(WeightListener, ReplicaListener):
     """Runs until the trainer's terminal record. Starts workers and scheduler once trainer and weights are ready."""
 
     def __init__(
@@ -94,6 +99,8 @@ class Orchestrator(WeightListener):
         self._rollouter, self._scheduler, self._states = rollouter, scheduler, states
         self._observer, self._evaluator = observer, evaluator
         roles.generators.router.weights.listener = self
+        self._untold: deque[Event] = deque()
+        """Of generators that joined or left."""
         self._trainer_started = False
         self._stop_requested = self._is_interrupted = self._is_exhausted = self._is_hurried = False
         self._exhausted = DATA_EXHAUSTED
@@ -102,6 +109,7 @@ class Orchestrator(WeightListener):
         self._has_ended = False
         self._changed = asyncio.Event()
         self._taking_up: asyncio.Future[EarlierStarts] | None = None
+        roles.generators.tell(self)
 
     async def run(self) -> TrainerEnded:
         """Waits for the terminal record. Nothing that it started outlives it, and the ledger balances."""
@@ -157,8 +165,12 @@ class Orchestrator(WeightListener):
     @property
     def start_waits_for(self) -> str:
         """For people; empty once it has begun."""
-        role = "generator" if self._trainer_started else "trainer"
-        return "" if self.has_begun else f"the {role} to load the model"
+        if self.has_begun:
+            return ""
+        generators = self._roles.generators
+        if self._trainer_started and generators.begins_with > 1:
+            return f"{generators.begins_with} generators to serve; {generators.pool.serving} do"
+        return f"the {'generator' if self._trainer_started else 'trainer'} to load the model"
 
     # --- the event log -------------------------------------------------------------------------------------------
 
@@ -178,7 +190,8 @@ class Orchestrator(WeightListener):
                     self._scheduler.handle(event)
                     self._evaluator.step_ended(event.step, event.version)
                 case CheckpointWritten():
-                    self.checkpoint = event.path
+                    self.checkpoint = self._paths.checkpoint_seen_here(event.path)
+                    self._observer.checkpoint_written(event.step, self.checkpoint)
                     self._roles.trainer.saved(event.step)
                 case StopRequested():
                     self._stop_requested = True
@@ -267,13 +280,21 @@ class Orchestrator(WeightListener):
             tasks.create_task(self._roles.watch())
             self._scheduling = tasks.create_task(self._schedule())
             tasks.create_task(self._evaluator.run(self._installed))
+            tasks.create_task(self._tell_of_replicas())
+
+    async def _tell_of_replicas(self) -> None:
+        """Waits for generators that join or leave, and logs them, between the trainer's start and its end."""
+        while not self._log.has_ended:
+            await self._until(lambda: self._trainer_started and bool(self._untold))
+            if not self._log.has_ended:
+                await self._log.append(self._untold.popleft())
 
     async def _schedule(self) -> None:
         """Waits for the trainer, its weights in the generators, and the workers; then schedules until the tasks end."""
         await self._until(lambda: self._trainer_started)
         await self._installed(self.version)
         async with asyncio.TaskGroup() as starting:
-            starting.create_task(self._roles.generators.router.serving())
+            starting.create_task(self._roles.generators.serving())
             starting.create_task(self._rollouter.start())
         earlier = await self._take_up()
         self._scheduler.start(
@@ -324,6 +345,19 @@ class Orchestrator(WeightListener):
             await first_done(evaluator.finish(), self._until(lambda: self._is_interrupted), asyncio.wait({worker}))
         if not evaluator.is_idle:
             _logger.warning("the end of the run cancels the evaluation of %s", evaluator.describe())
+
+    # --- generators ----------------------------------------------------------------------------------------------
+
+    @override
+    def replica_joined(self, name: str, serving: int) -> None:
+        self._untold.append(ReplicaJoined(epoch=self._log.epoch, name=name, serving=serving))
+        self._changed.set()
+
+    @override
+    def replica_left(self, name: str, serving: int, *, reason: str, in_order: bool) -> None:
+        left = ReplicaLeft(epoch=self._log.epoch, name=name, serving=serving, reason=reason, in_order=in_order)
+        self._untold.append(left)
+        self._changed.set()
 
     # --- weights -------------------------------------------------------------------------------------------------
 

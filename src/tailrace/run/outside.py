@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import AsyncIterator, Mapping
+import secrets
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tailrace.errors import SettingsError
+from tailrace.records import SamplingParams
 from tailrace.reporting.gauges import Gauge
-from tailrace.rollouts import LoadedEnvironment
+from tailrace.rollouts import LoadedEnvironment, RolloutPolicy
 from tailrace.run.folder import told_in, writing
 
 if TYPE_CHECKING:
@@ -29,20 +31,25 @@ def require_inside(environments: Mapping[str, LoadedEnvironment], command: str) 
 
 @contextlib.asynccontextmanager
 async def offered(
-    environments: Mapping[str, LoadedEnvironment], gateway: Gateway, path: Path
+    environments: Mapping[str, LoadedEnvironment],
+    gateway: Gateway,
+    path: Path,
+    new_policy: Callable[[SamplingParams], RolloutPolicy],
 ) -> AsyncIterator[list[Gauge]]:
-    """Where clients outside play some of these: a file that tells them of the gateway, and gauges of what they do."""
+    """Where the gateway has an address from the start, or clients outside play some of these: a file that tells of it,
+    and gauges of what such clients do. With a key of its own anybody may talk to the policy (`new_policy`)."""
     outside = [name for name, loaded in environments.items() if loaded.is_outside]
-    if not outside:
+    if not outside and not gateway.settings.port:
         yield []
         return
-    await gateway.listen()
+    policy_key = secrets.token_urlsafe(24)
+    await gateway.serve(policy_key, new_policy)
     gateway.offers.environments = outside
     with contextlib.ExitStack() as told:
         with writing(path.parent):
-            access = {"url": gateway.root_url, "key": gateway.offers.key}
+            access = {"url": gateway.root_url, "key": gateway.offers.key, "policy_key": policy_key}
             told.enter_context(told_in(path, json.dumps(access).encode()))
-        yield [_outside_gauge(gateway)]
+        yield [_outside_gauge(gateway)] if outside else []
 
 
 def _outside_gauge(gateway: Gateway) -> Gauge:

@@ -1,6 +1,7 @@
 """The trainer of a run that is not ours: what it tells on the stream of samples becomes the run's events.
 
     TrainingBegan    ─► TrainerStarted                  WeightsWritten   ─► folder read ─► ModelStateDictPublished
+                                                        WeightsOffered   ────────────────► ModelStateDictPublished
     StepDone         ─► the scheduler ─► StepTrained    CheckpointSaved  ─► CheckpointWritten
     TrainingOver     ─► TrainerEnded                    StopRequested, of anybody ─► whoever pulls next
 
@@ -28,6 +29,7 @@ from tailrace.records import (
     ConsumerLost,
     FeedReport,
     ModelStateDictPublished,
+    ModelStateDictRef,
     RunStatus,
     StepDone,
     StepTrained,
@@ -36,6 +38,7 @@ from tailrace.records import (
     TrainerStarted,
     TrainingBegan,
     TrainingOver,
+    WeightsOffered,
     WeightsWritten,
 )
 from tailrace.reporting.metrics import METRICS
@@ -77,12 +80,13 @@ class OutsideTrainer(RunTrainer):
 
     restarts = 0
 
-    def __init__(self, samples: SampleSender, store: FolderPublisher, log: MemoryEventLog) -> None:
+    def __init__(self, samples: SampleSender, store: FolderPublisher | None, log: MemoryEventLog) -> None:
+        """Folders of weights are read into `store`; None: its process offers them to the generators itself."""
         self.samples = samples
         self._store, self._log = store, log
         self._listener: ReportListener | None = None
         self._step = self._saved_step = 0
-        self._weights: WeightsWritten | None = None
+        self._weights: WeightsWritten | WeightsOffered | None = None
         """The newest that are not published yet."""
         self._newest_weights = -1
         self._changed = asyncio.Event()
@@ -162,7 +166,8 @@ class OutsideTrainer(RunTrainer):
         for task in self._working:
             task.cancel()
         await asyncio.gather(*self._working, return_exceptions=True)
-        await asyncio.to_thread(self._store.close)
+        if self._store is not None:
+            await asyncio.to_thread(self._store.close)
 
     # --- inside ------------------------------------------------------------------------------------------------------
 
@@ -205,13 +210,9 @@ class OutsideTrainer(RunTrainer):
             case StepDone(step=step, version=version, metrics=metrics):
                 self._step = step
                 await self._log.append(StepTrained(epoch=epoch, step=step, version=version, metrics=_known(metrics)))
-            case WeightsWritten(version=version):
-                if version < self._newest_weights:
-                    raise Misreported(
-                        f"consumer {report.consumer!r} wrote weights of version {version} after those of version "
-                        f"{self._newest_weights}: versions never run backwards"
-                    )
-                self._newest_weights, self._weights = version, report
+            case WeightsWritten() | WeightsOffered():
+                self._require_fitting(report)
+                self._newest_weights, self._weights = report.version, report
                 self._changed.set()
             case CheckpointSaved(step=step, path=path):
                 if step > self._step:
@@ -226,23 +227,41 @@ class OutsideTrainer(RunTrainer):
             case _:
                 pass
 
+    def _require_fitting(self, told: WeightsWritten | WeightsOffered) -> None:
+        if told.version < self._newest_weights:
+            raise Misreported(
+                f"consumer {told.consumer!r} wrote weights of version {told.version} after those of version "
+                f"{self._newest_weights}: versions never run backwards"
+            )
+        if isinstance(told, WeightsWritten) != (self._store is not None):
+            taken = "the trainer's process (transport.weights = 'nccl')" if self._store is None else "folders"
+            raise Misreported(
+                f"consumer {told.consumer!r} told of weights elsewhere than where this run takes them from: {taken}"
+            )
+
     async def _publish(self) -> None:
-        """Waits for weights that were written; the newest alone are read. Ends never."""
+        """Waits for weights that were told of; the newest alone are read. Ends never."""
         while True:
             await wait_until(self._changed, lambda: self._weights is not None)
             assert self._weights is not None
-            written, self._weights = self._weights, None
-            folder, version = Path(written.folder), written.version
-            try:
-                with phase("publish", track="weights", about={"version": version}) as publishing:
-                    ref = await asyncio.to_thread(self._store.publish_folder, folder, version)
-                    publishing.add_bytes(ref.num_bytes)
-            except TransportError:
-                if self._newest_weights <= version:
-                    raise
-                continue  # newer ones came, and the trainer may have removed these
-            if not self._log.has_ended:
+            told, self._weights = self._weights, None
+            ref = told.ref if isinstance(told, WeightsOffered) else await self._read(told)
+            if ref is not None and not self._log.has_ended:
                 await self._log.append(ModelStateDictPublished(epoch=self._log.epoch, ref=ref))
+
+    async def _read(self, written: WeightsWritten) -> ModelStateDictRef | None:
+        """None where newer ones came, and the trainer may have removed these."""
+        assert self._store is not None
+        version = written.version
+        try:
+            with phase("publish", track="weights", about={"version": version}) as publishing:
+                ref = await asyncio.to_thread(self._store.publish_folder, Path(written.folder), version)
+                publishing.add_bytes(ref.num_bytes)
+        except TransportError:
+            if self._newest_weights <= version:
+                raise
+            return None
+        return ref
 
     async def _relay_end(self) -> None:
         """Waits for a request to stop, and passes it on; a trainer that is not there is answered for."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
@@ -14,10 +14,11 @@ from tailrace.environments.outside import OutsideAgent
 from tailrace.environments.registry import is_built_in
 from tailrace.errors import DataError, EnvironmentFailed, SettingsError
 from tailrace.gateway import Gateway
+from tailrace.lifecycle.launchers import launcher_class
 from tailrace.models.loading import require_weights, tokenizer_folder
 from tailrace.records import Generate, Task
 from tailrace.rollouts import ChatRenderer, LoadedEnvironment, Rollouter
-from tailrace.rollouts.agent_workers import WorkerWatch
+from tailrace.rollouts.agent_workers import WorkerPlace, WorkerWatch
 from tailrace.rollouts.agent_workers.messages import pack_task
 from tailrace.rollouts.scoring import Teacher
 from tailrace.run.folder import RunPaths
@@ -71,8 +72,6 @@ def _is_apart(
     Raises `SettingsError` where they cannot be and have to.
     """
     workers = settings.rollouts.agent_workers
-    if isinstance(spec.agent, OutsideAgent):  # nothing is computed for it, and clients know one gateway
-        return False, ""
     if workers == "auto":
         if settings.placement == "inline" or is_built_in(chosen.name) or not spec.runs_on_loop:
             return False, ""
@@ -83,6 +82,11 @@ def _is_apart(
             f"environment {spec.name!r} was given as an object, which rollouts.agent_workers = {workers} processes "
             "cannot import: put it in a module and name it there (module:attribute), or write "
             "rollouts.agent_workers = 0"
+        )
+    if workers and isinstance(spec.agent, OutsideAgent) and launcher_class(settings.placement).hosts_agents:
+        raise SettingsError(
+            f"clients outside play environment {spec.name!r} where they find this process, and rollouts.agent_workers ="
+            f" {workers} puts agents on the nodes of a cluster: leave it out"
         )
     return workers > 0, ""
 
@@ -99,12 +103,15 @@ def _why_no_rows(spec: EnvironmentSpec) -> str:
 
 
 def describe_places(settings: RunSettings, environments: Mapping[str, LoadedEnvironment]) -> list[str]:
-    """Where users' agents run, for people: a sentence for those in agent workers, and for each that has to stay."""
+    """Where users' agents run, for people: those in agent workers, those of clients outside, each that has to stay."""
     sentences = []
-    if apart := [name for name, loaded in environments.items() if loaded.is_apart]:
-        count = settings.rollouts.num_agent_workers
-        workers = "an agent worker" if count == 1 else f"{count} agent workers"
-        sentences.append(f"Agents of {', '.join(apart)} run in {workers} (rollouts.agent_workers).")
+    count = settings.rollouts.num_agent_workers
+    workers = "an agent worker" if count == 1 else f"{count} agent workers"
+    apart = {name: loaded.is_outside for name, loaded in environments.items() if loaded.is_apart}
+    if agents := [name for name, is_outside in apart.items() if not is_outside]:
+        sentences.append(f"Agents of {', '.join(agents)} run in {workers} (rollouts.agent_workers).")
+    if outside := [name for name, is_outside in apart.items() if is_outside]:
+        sentences.append(f"Clients outside play {', '.join(outside)} with {workers} (rollouts.agent_workers).")
     return sentences + [
         f"Agents of {name} run beside the scheduler, where one that blocks or crashes concerns the whole run: "
         f"{loaded.stays_because}."
@@ -125,9 +132,9 @@ def require_held_out_tasks(environments: Mapping[str, LoadedEnvironment]) -> Non
 def held_out_tasks(environment: LoadedEnvironment, seed: int, limit: int | None = None) -> Iterator[Task]:
     """Held-out tasks of one environment, the first so many: the same ones every time. Making one may take a while."""
     count = len(environment.spec.eval_tasks)
-    seeds = np.random.default_rng(seed).integers(2**31, size=count)
-    for index in range(min(count, limit or count)):
-        yield environment.spec.eval_task(index, seed=int(seeds[index]))
+    seeds = np.random.default_rng(seed).integers(2**31, size=min(count, limit or count))
+    for index, own in enumerate(seeds.tolist()):
+        yield environment.spec.eval_task(index, seed=own)
 
 
 def make_renderer(settings: RunSettings, tokenizer_files: Path) -> ChatRenderer:
@@ -176,6 +183,7 @@ def make_rollouter(
     teacher: Teacher | None = None,
     paths: RunPaths | None = None,
     gateway: Gateway | None = None,
+    agent_places: Sequence[WorkerPlace] | None = None,
 ) -> Rollouter:
     """The rollouter over all environments. `paths` are the run's, where there is one; it closes the `gateway`."""
     watched = settings.observability
@@ -198,4 +206,5 @@ def make_rollouter(
             lag_interval_s=watched.lag_interval_s,
             stall_s=watched.stall_s,
         ),
+        agent_places=agent_places,
     )

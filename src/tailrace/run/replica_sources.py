@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from pathlib import Path
 
 from typing_extensions import override
 
-from tailrace.errors import SettingsError
+from tailrace.config import RunSettings
+from tailrace.errors import ClusterFull, ReplicaReleased, SettingsError
 from tailrace.generation.engines.protocol import NO_SUPPORTS
-from tailrace.generation.rpc.client import GeneratorClient, LendWeights, ReportListener
-from tailrace.generation.rpc.keys import read_keys
+from tailrace.generation.rpc.client import GeneratorClient, LeaveListener, LendWeights, ReportListener
 from tailrace.generation.rpc.messages import WelcomeReply
 from tailrace.generation.settings import GeneratorSettings
 from tailrace.lifecycle.exit_codes import is_from_outside
@@ -19,13 +20,14 @@ from tailrace.lifecycle.roles import RoleSpec
 from tailrace.models.identity import ModelIdentity, identify, is_other, other_architecture
 from tailrace.run.generators import EndedReplica, ReplicaSource
 from tailrace.run.transports import ReplicaConnection, Transports
+from tailrace.transport.keys import CurveKeys, read_keys
 from tailrace.transport.payloads.accounts import PayloadAccounts
 
 _EXPLANATION_S = 1.0
 """How long to wait for the role of a failed call to end, whose error says more than the call's."""
 
-_CONNECT_S = 10.0
-"""Within which a generator that runs already must answer."""
+_CLOSE_S = 10.0
+"""Within which one that was let go must have closed its engine."""
 
 
 class StartedGenerator(ReplicaSource):
@@ -41,6 +43,10 @@ class StartedGenerator(ReplicaSource):
         self._leaving: asyncio.Task[None] | None = None
 
     @override
+    async def placed(self) -> None:
+        await self._launcher.place(self.name)
+
+    @override
     async def open(self, on_report: ReportListener) -> ReplicaConnection:
         self._serves = False
         if self._handle is None:
@@ -52,6 +58,10 @@ class StartedGenerator(ReplicaSource):
         return client
 
     @override
+    async def let_go(self) -> None:
+        await self._launcher.let_go(self.name)
+
+    @override
     async def hello(self, client: ReplicaConnection) -> WelcomeReply:
         welcome = await client.hello()
         self._serves = True
@@ -59,6 +69,8 @@ class StartedGenerator(ReplicaSource):
 
     @override
     async def end(self, client: ReplicaConnection | None, failure: Exception) -> EndedReplica:
+        if isinstance(failure, ClusterFull):
+            return EndedReplica(failure, by_itself=False)
         if self._handle is None:
             return EndedReplica(failure, by_itself=True)
         if client is not None:
@@ -94,6 +106,13 @@ class StartedGenerator(ReplicaSource):
         client.fail(handle.early_exit())
 
 
+def contradiction(own: ModelIdentity, served: ModelIdentity, *, with_weights: bool) -> str:
+    """Why a generator that serves this model cannot serve a run with `own`; empty where it can."""
+    if differences := other_architecture(own.config, served.config):
+        return f"another model than model.name = {own.name} ({differences[0]})"
+    return f"not the weights of model.name = {own.name}" if with_weights and is_other(own, served) else ""
+
+
 class ConnectedGenerator(ReplicaSource):
     """A generator of `tailrace serve`."""
 
@@ -116,8 +135,10 @@ class ConnectedGenerator(ReplicaSource):
         self.name, self._address, self._epoch = name, address, epoch
         self._keys = read_keys(Path(settings.connect_key), "generator.connect_key") if settings.connect_key else None
         self._progress_deadline_s = settings.router.progress_deadline_s
+        self._wait_s = settings.connect_wait_s
         self._lend, self._model, self._payloads = lend, model, payloads
         self._needs_supports = needs_supports
+        self._compares_weights = lend is None
 
     @override
     async def open(self, on_report: ReportListener) -> GeneratorClient:
@@ -132,26 +153,24 @@ class ConnectedGenerator(ReplicaSource):
             by_value=True,
         )
         try:
-            async with asyncio.timeout(_CONNECT_S):
+            async with asyncio.timeout(self._wait_s):
                 await client.connected()
         except BaseException as error:
             await client.leave()
             if not isinstance(error, TimeoutError):
                 raise
             raise SettingsError(
-                f"generator.connect: no generator answers at {self._address} within {_CONNECT_S:g} s; start it with "
-                "`tailrace serve MODEL --address ...`"
+                f"generator.connect: no generator answers at {self._address} within {self._wait_s:g} s; start it with "
+                "`tailrace serve MODEL --address ...`, or wait longer (generator.connect_wait_s)"
             ) from None
         return client
 
     @override
     async def hello(self, client: ReplicaConnection) -> WelcomeReply:
         welcome = await client.hello(self._epoch)
-        own = await asyncio.to_thread(identify, self._model, with_weights=self._lend is None)
-        if differences := other_architecture(own.config, welcome.model.config):
-            raise self._refusal(welcome.model, f"another model than model.name = {own.name} ({differences[0]})")
-        if self._lend is None and is_other(own, welcome.model):
-            raise self._refusal(welcome.model, f"not the weights of model.name = {own.name}")
+        own = await asyncio.to_thread(identify, self._model, with_weights=self._compares_weights)
+        if what := contradiction(own, welcome.model, with_weights=self._compares_weights):
+            raise self._refusal(welcome.model, what)
         if self._needs_supports and not welcome.limits.returns_supports:
             raise SettingsError(
                 f"rollouts.top_p and rollouts.top_k: the generator at {self._address} cannot be used for training with "
@@ -176,3 +195,72 @@ class ConnectedGenerator(ReplicaSource):
     @override
     async def close(self, client: ReplicaConnection) -> None:
         await client.leave()
+
+
+class JoinedGenerator(ConnectedGenerator):
+    """One of `tailrace serve --join`: it came by itself, and ends when the run lets it go."""
+
+    def __init__(
+        self,
+        name: str,
+        address: str,
+        settings: RunSettings,
+        *,
+        epoch: str,
+        slots: int,
+        instance: str,
+        keys: CurveKeys | None,
+        lend: LendWeights | None,
+        payloads: PayloadAccounts | None,
+        on_leaving: LeaveListener,
+    ) -> None:
+        """`lend` sends it weights, where it does not see this host's memory; else `instance` names it as a writer.
+
+        `on_leaving` is called when it asks to be let go. Its model was compared before it was let in.
+        """
+        super().__init__(
+            name,
+            address,
+            settings.generator,
+            epoch=epoch,
+            model=settings.model.name,
+            lend=lend,
+            needs_supports=settings.rollouts.restricts,
+            payloads=payloads,
+        )
+        self.slots = slots
+        self._keys, self._instance, self._on_leaving = keys, instance, on_leaving
+        self._by_value = lend is not None or settings.transport.payloads == "value"
+
+    @override
+    async def open(self, on_report: ReportListener) -> GeneratorClient:
+        """It listens in a moment: it was told just now that it may."""
+        return GeneratorClient(
+            self._address,
+            name=f"{self.name} ({self._address})",
+            keys=self._keys,
+            progress_deadline_s=self._progress_deadline_s,
+            on_report=on_report,
+            lend=self._lend,
+            payloads=self._payloads,
+            by_value=self._by_value,
+            on_leaving=self._on_leaving,
+        )
+
+    @override
+    async def end(self, client: ReplicaConnection | None, failure: Exception) -> EndedReplica:
+        """It is told why it is not used any more."""
+        if isinstance(client, GeneratorClient) and isinstance(failure, ReplicaReleased):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_CLOSE_S):
+                    await client.close(str(failure))
+        elif isinstance(client, GeneratorClient):
+            await client.dismiss(str(failure), in_order=False)
+        if self._payloads is not None and not self._by_value:
+            self._payloads.writer_ended(self._instance)
+        return EndedReplica(failure, by_itself=True)
+
+    @override
+    async def close(self, client: ReplicaConnection) -> None:
+        if isinstance(client, GeneratorClient):
+            await client.dismiss("the run is over", in_order=True)

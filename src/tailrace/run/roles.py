@@ -6,7 +6,7 @@ import asyncio
 import importlib
 import os
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
+from contextlib import AbstractContextManager, asynccontextmanager, closing, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
@@ -19,9 +19,11 @@ from tailrace.config import RunSettings
 from tailrace.errors import CheckpointError, LifecycleError
 from tailrace.generation.engine_thread.generator import Generator
 from tailrace.generation.settings import GeneratorSettings, ModelSettings
+from tailrace.lifecycle.launchers import launcher_class
 from tailrace.lifecycle.roles import Role
 from tailrace.records import RunStatus, TrainerEnded
 from tailrace.reporting.logs import setup_logging
+from tailrace.rollouts.agent_workers.places import LocalPlace
 from tailrace.run.engines import engine_factory, with_adapters, with_weight_transfer
 from tailrace.run.folder import RunPaths
 from tailrace.run.host_transports import HostTransports, Whereabouts, restarts_trainer
@@ -31,6 +33,7 @@ from tailrace.run.scheduler_states import SchedulerStates
 from tailrace.run.teacher import teacher_settings
 from tailrace.run.trainer_ranks import launched_rank, trainer_store
 from tailrace.run.transports import TrainerEnds, Transports
+from tailrace.tracing.output_log import OutputLog
 from tailrace.tracing.phases import PhaseRecorder
 from tailrace.training.settings.trainer import ExportFormat
 from tailrace.transport.events.log import EventLog
@@ -45,6 +48,7 @@ if TYPE_CHECKING:
 
 TRAINER = "tailrace.run.roles:trainer"
 GENERATOR = "tailrace.run.roles:generator"
+AGENT_WORKER = "tailrace.run.roles:agent_worker"
 TEACHER_ENTRY = "tailrace.run.roles:teacher"
 
 Working: TypeAlias = Callable[[str], AbstractContextManager[object]]
@@ -198,7 +202,7 @@ async def _lead(role_settings: RoleSettings, ends: TrainerEnds, phases: PhaseRec
         publish_dtype=settings.model.dtype,
         working=working,
         phases=phases,
-        is_elsewhere=settings.placement == "redis",
+        is_elsewhere=launcher_class(settings.placement).has_roles_elsewhere,
         restarts_ranks=restarts_trainer(settings) and launched_rank(settings.trainer) is None,
     )
 
@@ -214,24 +218,30 @@ async def _lead(role_settings: RoleSettings, ends: TrainerEnds, phases: PhaseRec
 @asynccontextmanager
 async def _token_export(settings: RunSettings, paths: RunPaths, rank: int) -> AsyncIterator[TokenExport | None]:
     """Where a rank of the trainer leaves the tokens that it trained on, if anywhere."""
-    if (form := settings.trainer.export_tokens) is None:
+    form, every_steps = settings.trainer.export_tokens, 1
+    if form is None:  # beside what the orchestrator writes of rollouts, token by token
+        form, every_steps = "parquet", settings.observability.tokens_every_steps
+    if not every_steps:
         yield None
         return
-    export = await asyncio.to_thread(_open_export, settings, paths, form, rank)
+    export = await asyncio.to_thread(_open_export, settings, paths, form, rank, every_steps)
     try:
         yield export
     finally:
         await asyncio.to_thread(export.close)
 
 
-def _open_export(settings: RunSettings, paths: RunPaths, form: ExportFormat, rank: int) -> TokenExport:
+def _open_export(
+    settings: RunSettings, paths: RunPaths, form: ExportFormat, rank: int, every_steps: int
+) -> TokenExport:
     from tokenizers import Tokenizer
 
     from tailrace.models.loading import tokenizer_folder
     from tailrace.training.reports.token_export import TokenExport
 
     folder = tokenizer_folder(settings.model.name, paths.tokenizer)
-    return TokenExport(paths.tokens, Tokenizer.from_file(str(folder / "tokenizer.json")), form, rank=rank)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    return TokenExport(paths.tokens, tokenizer, form, rank=rank, every_steps=every_steps)
 
 
 def _adopt_scheduler_state(paths: RunPaths, checkpoint: Path) -> None:
@@ -247,8 +257,8 @@ async def generator(role: Role) -> None:
     """Generates until its client closes it. Ready before its engine is built: `hello` raises that build's error."""
     role_settings = msgspec.json.decode(role.spec.settings, type=RoleSettings)
     settings = role_settings.run
-    index = settings.generator.replica_names.index(role.spec.name)
-    seed = _seed(settings.generator.seed, index, role.life)
+    index = (*settings.generator.replica_names, *settings.generator.spare_names).index(role.spec.name)
+    seed = seed_of_life(settings.generator.seed, index, role.life)
     seeded = with_adapters(settings.generator.model_copy(update={"seed": seed}), settings.trainer.lora)
     seeded = with_weight_transfer(seeded, settings.transport)
     await _serve(role, role_settings, settings.model, seeded)
@@ -260,6 +270,16 @@ async def teacher(role: Role) -> None:
     settings = teacher_settings(role_settings.run)
     assert settings is not None, "no teacher"
     await _serve(role, role_settings, settings.model, settings.generator)
+
+
+async def agent_worker(role: Role) -> None:
+    """Starts the processes of one agent worker, and passes on what they say, until the orchestrator is gone."""
+    role_settings = msgspec.json.decode(role.spec.settings, type=RoleSettings)
+    transports = role_settings.transports()
+    assert isinstance(transports, HostTransports), "an agent worker beside the scheduler is its own child"
+    setup_logging(role.spec.name, role_settings.paths.logs, level=role_settings.run.observability.log_level)
+    with closing(OutputLog(role_settings.paths.logs / f"{role.spec.name}.output.log")) as output:
+        await transports.serve_agent_worker(role, LocalPlace(output, shares_memory=False))
 
 
 async def redis(role: Role) -> None:
@@ -293,7 +313,7 @@ async def _observed(role: Role, role_settings: RoleSettings) -> AsyncIterator[Ph
         yield phases
 
 
-def _seed(seed: int, index: int, life: int) -> int:
+def seed_of_life(seed: int, index: int, life: int) -> int:
     """Of one life of one generator's random streams: that of the settings for the very first, never one twice."""
     if index == life == 0:
         return seed

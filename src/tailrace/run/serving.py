@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import os
 import secrets
 import tempfile
 import uuid
 from collections.abc import AsyncIterator, Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
@@ -19,7 +17,6 @@ from tailrace.config.serving import ServeSettings
 from tailrace.errors import SettingsError
 from tailrace.gateway import Gateway
 from tailrace.generation.engine_thread.generator import Generator
-from tailrace.generation.rpc.keys import CurveKeys, read_keys, require_safe_address, write_keys
 from tailrace.generation.rpc.server import GeneratorServer, StandAlone
 from tailrace.generation.rpc.uploads import UploadedModelStateDicts
 from tailrace.lifecycle.exit_codes import ExitCode
@@ -27,21 +24,15 @@ from tailrace.lifecycle.resources import OwnedFolder, own_shared_memory, remove_
 from tailrace.lifecycle.signals import StopSignals
 from tailrace.models.identity import identify
 from tailrace.models.loading import require_weights, tokenizer_folder
-from tailrace.records import (
-    Completion,
-    GenerationRequest,
-    GroupId,
-    OnChunk,
-    Rollout,
-    RolloutId,
-    SamplingParams,
-    Task,
-    TaskId,
-)
-from tailrace.rollouts import ChatRenderer, RolloutPolicy
+from tailrace.rollouts import ChatRenderer
+from tailrace.run.asked import asked_policies
 from tailrace.run.engines import build_engine, engine_factory, require_engine
 from tailrace.run.ranks import follow_rank, own_device, torchrun_rank
+from tailrace.transport.keys import CurveKeys, read_keys, require_safe_address, write_keys
 from tailrace.transport.payloads.store import MemoryPayloadStore
+
+ADDRESS = "tcp://127.0.0.1:5757"
+"""Where it listens unless told otherwise."""
 
 
 async def serve(
@@ -106,22 +97,7 @@ async def _http(
     with tempfile.TemporaryDirectory() as folder:
         files = await asyncio.to_thread(tokenizer_folder, settings.model.name, Path(folder))
         renderer = await asyncio.to_thread(partial(ChatRenderer, files, name=settings.model.name))
-    numbers = itertools.count()
-
-    async def generate(request: GenerationRequest, on_chunk: OnChunk | None = None) -> Completion:
-        return await server.generator.generate(replace(request, owner=None), on_chunk)
-
-    def new_policy(sampling: SamplingParams) -> RolloutPolicy:
-        number = next(numbers)
-        task = Task(TaskId(f"http/{number}"), "http", number, {})
-        return RolloutPolicy(
-            Rollout(RolloutId(f"http#{number}"), GroupId(f"http#{number}"), task, sampling),
-            renderer=renderer,
-            generate=generate,
-            max_turns=1,
-            max_model_tokens=settings.max_model_tokens,
-        )
-
+    new_policy = asked_policies(renderer, server.generator.generate, settings.max_model_tokens)
     key = await asyncio.to_thread(_http_key, key_file, say)
     async with Gateway(settings.gateway, model=settings.model.name) as gateway:
         await gateway.serve(key, new_policy)

@@ -22,6 +22,7 @@ import msgspec
 
 from tailrace.config import RunSettings
 from tailrace.config.restarts import RestartSettings
+from tailrace.lifecycle.cluster import ClusterPlan
 from tailrace.lifecycle.event_loop import first_done
 from tailrace.lifecycle.launchers import Launcher, RoleHandle, launcher_class
 from tailrace.lifecycle.memory import trainer_environment
@@ -30,14 +31,17 @@ from tailrace.lifecycle.restarts import RestartHistory
 from tailrace.lifecycle.roles import RoleSpec
 from tailrace.lifecycle.shutdown import ShutdownStage, run_stage
 from tailrace.records import Generate
+from tailrace.run.agent_places import HostedPlace
+from tailrace.run.cluster import role_groups, spare_groups
 from tailrace.run.devices import in_own_process, role_devices
+from tailrace.run.door import Reception, open_doors
 from tailrace.run.folder import RunPaths
 from tailrace.run.generators import Generators
 from tailrace.run.host_transports import HostTransports, host_transports, restarts_trainer
 from tailrace.run.memory_transports import new_memory_transports
 from tailrace.run.outside_trainer import OutsideTrainer
 from tailrace.run.replica_sources import ConnectedGenerator, StartedGenerator
-from tailrace.run.roles import GENERATOR, TEACHER_ENTRY, TRAINER, RoleSettings
+from tailrace.run.roles import AGENT_WORKER, GENERATOR, TEACHER_ENTRY, TRAINER, RoleSettings
 from tailrace.run.teacher import TEACHER, teacher_settings
 from tailrace.run.trainer_lives import TrainerLives
 from tailrace.run.trainer_ranks import LaunchedRanks, launched_rank
@@ -65,6 +69,8 @@ class StartedRoles:
         self.generators = starter.start_generators(payloads=self.payloads)
         self.teacher = starter.start_teacher()
         """Of one generator, which no weights are sent to; None where the loss needs none here."""
+        self.agent_places = starter.agent_places()
+        """Of agent workers that are roles; None where they are children of this process."""
 
     async def watch(self) -> NoReturn:
         """Wait for a trainer, a teacher or a last generator that ends early and is not started again, and raise why.
@@ -83,8 +89,9 @@ class StartedRoles:
 
     @property
     def redis(self) -> RedisPlace | None:
-        """Where batches and events go through Redis."""
-        return self._transports.redis if isinstance(self._transports, HostTransports) else None
+        """Where batches and events, or samples for an outside trainer, go through Redis."""
+        transports = self._transports
+        return transports.redis or transports.samples if isinstance(transports, HostTransports) else None
 
     def pids(self) -> dict[str, int]:
         """Ids of the processes that run now, by role."""
@@ -124,7 +131,8 @@ async def start_roles(settings: RunSettings, paths: RunPaths, log: MemoryEventLo
     async with _role_starter(settings, paths, log) as starter:
         roles = StartedRoles(starter, log)
         try:
-            yield roles
+            async with starter.doors(roles):
+                yield roles
         finally:
             await roles.shut_down()
 
@@ -135,7 +143,7 @@ async def open_generate(settings: RunSettings, folder: Path) -> AsyncIterator[tu
 
     A single generator runs in this process, several do in processes of their own, with logs in `folder`.
     """
-    is_alone = settings.generator.replicas == 1 and not settings.generator.connect
+    is_alone = settings.generator.replicas.max == 1 and not settings.generator.connect
     plays_nothing = settings.rollouts.model_copy(update={"agent_workers": 0})  # roles do not; their caller may
     placed = settings.model_copy(
         update={
@@ -176,8 +184,9 @@ class _RoleStarter:
     def trainer_of(self, log: MemoryEventLog) -> TrainerLives | OutsideTrainer:
         """Ours, which this starts, or one that somebody else does."""
         if self.settings.trainer.feed == "stream":
-            samples, store = self.transports.sample_sender(), self.transports.model_state_dicts()
-            return OutsideTrainer(samples, store, log)
+            is_sent = self.settings.transport.weights == "nccl"
+            store = None if is_sent else self.transports.model_state_dicts()
+            return OutsideTrainer(self.transports.sample_sender(), store, log)
         return TrainerLives(self, log, RestartHistory(self.trainer_restarts))
 
     def start_trainer(self, earlier: Sequence[RoleHandle] = ()) -> list[RoleHandle]:
@@ -218,7 +227,8 @@ class _RoleStarter:
         """Those that the settings ask for, or name; these must serve the model's weights unless a trainer sends its."""
         chosen, launcher, transports = self.settings.generator, self.launcher, self.transports
         if not chosen.connect:
-            specs = [self._spec(name, GENERATOR, chosen.threads) for name in chosen.replica_names]
+            names = chosen.replica_names + (chosen.spare_names if launcher.may_grow else ())
+            specs = [self._spec(name, GENERATOR, chosen.threads) for name in names]
             started = [StartedGenerator(spec, launcher, transports, payloads) for spec in specs]
             return Generators(self.settings, started)
         assert isinstance(transports, HostTransports)
@@ -234,12 +244,38 @@ class _RoleStarter:
         connected = map(connect, chosen.replica_names, chosen.connect)
         return Generators(self.settings, [*connected], awaits_weights=with_trainer)
 
+    @asynccontextmanager
+    async def doors(self, roles: StartedRoles) -> AsyncIterator[None]:
+        """Where generators may join, as long as they may."""
+        if not self.settings.generator.replicas.may_join:
+            yield
+            return
+        assert isinstance(self.transports, HostTransports)
+        reception = Reception(
+            self.settings,
+            roles.generators,
+            self.launcher.epoch,
+            role=self._role_settings,
+            lend=self.transports.lender.lend,
+            payloads=roles.payloads,
+        )
+        async with open_doors(reception, self.paths.join):
+            yield
+
     def start_teacher(self) -> Generators | None:
         """A generator that holds the teacher of the loss, where it is not behind an endpoint."""
         if (settings := teacher_settings(self.settings)) is None:
             return None
         spec = self._spec(TEACHER, TEACHER_ENTRY, settings.generator.threads)
         return Generators(settings, [StartedGenerator(spec, self.launcher, self.transports)])
+
+    def agent_places(self) -> list[HostedPlace] | None:
+        """One for each agent worker, where the launcher has them and a number of them is asked for."""
+        names = self.settings.rollouts.hosted_worker_names if self.launcher.hosts_agents else ()
+        if not names:
+            return None
+        assert isinstance(self.transports, HostTransports)
+        return [HostedPlace(self._spec(name, AGENT_WORKER, 1), self.launcher, self.transports) for name in names]
 
     @property
     def _role_settings(self) -> bytes:
@@ -260,7 +296,11 @@ async def _role_starter(settings: RunSettings, paths: RunPaths, log: MemoryEvent
         launcher = launcher_class(settings.placement)(log.epoch, paths.logs, settings.shutdown)
         launcher.restarts = settings.restarts
         launcher.inherited = () if paths.held is None else (paths.held,)
+        if launcher.finds_devices:
+            groups, spare = role_groups(settings), spare_groups(settings)
+            launcher.cluster = ClusterPlan(settings.name, settings.ray, groups, paths.root, spare)
         stack.callback(launcher.kill)
+        await launcher.reserve()
         if launcher.runs_in_this_process:
             transports: Transports = stack.enter_context(new_memory_transports(log, settings.model.name))
         else:

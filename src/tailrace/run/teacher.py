@@ -6,6 +6,7 @@ import asyncio
 
 from tailrace.config import RunSettings
 from tailrace.errors import ModelError
+from tailrace.generation.settings import ReplicaSettings
 from tailrace.models.files import own_context
 from tailrace.models.identity import identify
 from tailrace.models.loading import require_weights
@@ -26,7 +27,7 @@ def teacher_settings(settings: RunSettings) -> RunSettings | None:
     if chosen is None or chosen.url is not None:
         return None
     most = settings.max_model_tokens + 1
-    generator = {"replicas": 1, "connect": (), "return_routed_experts": False, "max_cache_tokens": most}
+    generator = {"replicas": ReplicaSettings(), "connect": (), "return_routed_experts": False, "max_cache_tokens": most}
     model = {"name": chosen.model, "max_model_tokens": most}
     return settings.model_copy(
         update={

@@ -10,6 +10,7 @@ import contextlib
 import logging
 import os
 from collections.abc import AsyncIterator, Callable, Mapping
+from functools import partial
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as package_version
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from tailrace.config import RUNS, RunSettings, plan_run, with_decay_end
+from tailrace.config import RUNS, RunSettings, plan_run, with_decay_end, with_scaled_deadlines
 from tailrace.errors import TailraceError
 from tailrace.lifecycle.exit_codes import ExitCode, exit_code_named, exit_code_of
 from tailrace.lifecycle.garbage import hold_old_objects
@@ -31,6 +32,9 @@ from tailrace.reporting.logs import Terminal, setup_logging
 from tailrace.reporting.observer import with_figures
 from tailrace.reporting.report import write_report
 from tailrace.reporting.summary import RunSummary, write_summary
+from tailrace.reporting.tokens import require_parquet
+from tailrace.reporting.trackers.hub import open_trackers
+from tailrace.reporting.trackers.registry import require_trackers
 from tailrace.rollouts import LoadedEnvironment
 from tailrace.run.callbacks import Callbacks
 from tailrace.run.composition import ComposedRun, RunGround, compose
@@ -40,6 +44,7 @@ from tailrace.run.folder import RunPaths, open_run_folder, record_settings, writ
 from tailrace.run.limits import require_room
 from tailrace.run.notices import wait_for_notice
 from tailrace.run.outside_trainer import OutsideProgram, program_beside, require_program
+from tailrace.run.page import page_beside, require_page, views_of_report
 from tailrace.run.parts import (
     describe_places,
     load_environments,
@@ -124,8 +129,9 @@ async def _train_in(
 ) -> RunSummary:
     """Train in a folder that is this run's alone."""
     renderer = await asyncio.to_thread(make_renderer, settings, paths.tokenizer)
-    given, settings = settings, within_own_context(settings, renderer)
-    await asyncio.to_thread(require_room, settings)
+    given, settings = settings, with_scaled_deadlines(within_own_context(settings, renderer))
+    tasks = [len(loaded.spec.train_tasks) for loaded in environments.values()]
+    await asyncio.to_thread(partial(require_room, settings, tasks=tasks))
     await asyncio.to_thread(require_reference, settings)
     await require_teacher(settings, renderer)
     changed = record_settings(given, paths, recipe)
@@ -140,11 +146,20 @@ async def _train_in(
         _logger.info(sentence)
     async with contextlib.AsyncExitStack() as stack:
         if not launcher_class(settings.placement).runs_in_this_process:  # tensors in cycles live elsewhere
-            stack.enter_context(hold_old_objects())
+            stack.enter_context(hold_old_objects(plan.max_running))
             reserve_memory(plan.max_running)
         await stack.enter_async_context(traced_run(paths, observability))
         phases, lag = await stack.enter_async_context(observed_process(ORCHESTRATOR, paths, observability))
-        ground = RunGround(settings, paths, environments, renderer, phases, lag, callbacks)
+        trackers = await stack.enter_async_context(
+            open_trackers(
+                observability,
+                name=settings.name,
+                run_folder=paths.root,
+                settings=settings.model_dump(mode="json"),
+                is_resumed=settings.resume,
+            )
+        )
+        ground = RunGround(settings, paths, environments, renderer, phases, lag, callbacks, trackers)
         live = LiveView(
             ground.view,
             terminal=terminal is Terminal.LIVE,
@@ -153,6 +168,7 @@ async def _train_in(
             no_progress_s=observability.no_progress_s,
         )
         await stack.enter_async_context(live)
+        await stack.enter_async_context(page_beside(observability.ui, paths.root, paths.logs / "dashboard.log"))
         async with compose(ground) as run:
             live.follow(run.view)
             with _stop_signals(run, live, abort) as signals:
@@ -162,13 +178,18 @@ async def _train_in(
                     program_beside(outside, run.roles.trainer, run.orchestrator.fail),
                 ):
                     ended = await run.orchestrator.run()
-        return await _sum_up(run, ended, _exit_code(ended, run.orchestrator.error, signals))
+        summary = await _sum_up(run, ended, _exit_code(ended, run.orchestrator.error, signals))
+        trackers.summarise(summary)
+        return summary
 
 
 def _load_environments(settings: RunSettings, given: Mapping[str, object]) -> dict[str, LoadedEnvironment]:
     """Those of the settings. Raises before anything is started where an engine, an extra or tasks are missing."""
     require_engine(settings.generator)
     require_peft(settings.trainer.lora)
+    require_parquet(settings.observability.tokens_every_steps)
+    require_page(settings.observability.ui)
+    require_trackers(settings.observability.trackers)
     environments = load_environments(settings, given)
     if settings.evaluation.every_steps is not None:
         require_held_out_tasks(environments)
@@ -233,6 +254,8 @@ async def _sum_up(run: ComposedRun, ended: TrainerEnded, exit_code: int) -> RunS
     )
     if orchestrator.has_begun or run.observer.totals.steps:
         summary = with_figures(summary, run.scheduler.ledger, run.observer)
+    if launcher_class(ground.settings.placement).has_roles_elsewhere:  # whose processes nobody here can ask
+        summary = msgspec.structs.replace(summary, cpu_s=None, tokens_per_cpu_s=None)
     return summary
 
 
@@ -245,7 +268,7 @@ def _written(summary: RunSummary, paths: RunPaths, *, with_report: bool) -> RunS
     if not with_report:
         return summary
     try:
-        write_report(paths.root)
+        write_report(paths.root, views_of_report())
     except (TailraceError, OSError) as error:
         summary = _incomplete(summary, f"the report could not be written: {error}")
         with contextlib.suppress(OSError):  # the one there says that the run succeeded

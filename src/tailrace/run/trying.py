@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from tailrace.config import RunSettings, list_recipes, load_settings
+from tailrace.config import RunSettings, list_recipes, load_settings, with_scaled_deadlines
 from tailrace.errors import RequestRefused, RolloutError
 from tailrace.lifecycle.event_loop import first_done
 from tailrace.records import Group, GroupId, Rollout, RolloutId, Task
@@ -50,6 +50,7 @@ async def try_environments(
     `DataError` or `ModelError` for what a run would be refused for, and what all generators failed with.
     """
     require_engine(settings.generator)
+    settings = with_scaled_deadlines(settings)
     if settings.rollouts.agent_workers == "auto":  # what holds the loop is told, and a debugger stops in an agent
         settings = settings.model_copy(update={"rollouts": settings.rollouts.model_copy(update={"agent_workers": 0})})
     environments = await asyncio.to_thread(load_environments, settings)

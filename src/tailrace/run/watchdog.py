@@ -9,6 +9,7 @@ from pathlib import Path
 from tailrace.errors import LifecycleError
 from tailrace.reporting.live import Stillness, describe_stillness
 from tailrace.run.composition import ComposedRun
+from tailrace.tracing.stacks import write_task_stacks
 
 _LOOK_EVERY_S = 1.0
 
@@ -21,6 +22,7 @@ async def end_when_still(run: ComposedRun, watchdog_s: float) -> None:
         view = run.view()
         still_s = stillness.observe(view)
     logs = run.ground.paths.logs
+    run.rollouter.write_stacks()
     await run.roles.write_stacks()
     _write_own_stacks(logs / "orchestrator.log")
     why = f"{describe_stillness(view, still_s)} (observability.watchdog_s)"
@@ -31,5 +33,4 @@ def _write_own_stacks(log: Path) -> None:
     """Of all threads of this process, and of what waits on its event loop."""
     with log.open("a", encoding="utf-8") as file:
         faulthandler.dump_traceback(file)
-        for task in asyncio.all_tasks():
-            task.print_stack(limit=8, file=file)
+        write_task_stacks(file)

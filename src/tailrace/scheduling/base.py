@@ -151,6 +151,14 @@ class Scheduler(ABC):
         self._lent_slots = slots
         self._outstanding.wake()
 
+    def resize(self, slots: int) -> None:
+        """Engines have this number of slots from now on; what runs beyond them goes on to its end.
+
+        With none at all a group starts nevertheless, and waits for one: else batches would be closed without it.
+        """
+        self._max_running = max(1, slots)
+        self._outstanding.wake()
+
     def hold(self, is_held: bool) -> None:
         """What carries things to the trainer is away, or back: nothing starts meanwhile, and what runs goes on."""
         self._is_held = is_held
@@ -180,6 +188,7 @@ class Scheduler(ABC):
             held_s=self._held.total_s,
             restarted_groups=self._tasks.restarted,
             paused=self._backoff.paused,
+            lent_slots=self._lent_slots,
         )
 
     # --- admission -----------------------------------------------------------------------------------------------
@@ -254,6 +263,11 @@ class Scheduler(ABC):
         """
         if self._save_state is not None:
             await self._save_state(step, await in_turns(self._tasks.state()))
+
+    @property
+    def _slots_left(self) -> int:
+        """That rollouts may have, at least one."""
+        return max(1, self._max_running - self._lent_slots)
 
     # --- steps ---------------------------------------------------------------------------------------------------
 

@@ -175,6 +175,11 @@ class Evaluator:
         self._idle.clear()
         self._wake.set()
 
+    def resize(self, max_running: int) -> None:
+        """Engines have this number of slots from now on; an evaluation that runs keeps those it has."""
+        self._max_running = max(1, max_running)
+        self._slots = self._settings.slots(self._max_running)
+
     @property
     def is_idle(self) -> bool:
         """Whether none is due and none runs."""

@@ -62,6 +62,8 @@ class SchedulerStatistics:
     """Environments that pause, since they failed."""
     set_aside: int = 0
     """Rollouts that were set aside at the edge of a step and go on in the next one."""
+    lent_slots: int = 0
+    """Kept for rollouts of an evaluation beside training."""
 
 
 class Stopwatch:

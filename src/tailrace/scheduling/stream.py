@@ -118,7 +118,7 @@ class StreamScheduler(Scheduler):
         buffered_batches = settings.buffer_batches if progress.ahead else max(1.0, settings.buffer_batches)
         return AdmissionState(
             running=outstanding.running,
-            max_running=self._max_running - self._lent_slots,
+            max_running=self._slots_left,
             waiting_for_trainer=outstanding.ready_rollouts + progress.waiting_rollouts,
             max_waiting=int(buffered_batches * settings.batch_size),
             is_trainer_fed=progress.ahead > 0,

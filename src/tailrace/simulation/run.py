@@ -7,7 +7,7 @@ StreamScheduler ─► Rollouter ─► agent ─► Router ─► ModelledRepli
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -159,19 +159,19 @@ class Simulation:
         start: Checkpoint = Checkpoint(),  # noqa: B008  (frozen)
         watch: bool = True,
         keep_journal: bool = False,
+        make_fleet: Callable[[LengthSource], ModelledFleet] | None = None,
     ) -> None:
         """`tasks` are handed out once each, and end the run where its steps don't; None: more than enough.
 
-        `start` is where an earlier run stopped; `plan.steps` counts from its beginning.
+        `make_fleet` makes another fleet than that of the plan. `start` is where an earlier run stopped; `plan.steps`
+        counts from its beginning.
         `watch` draws the timeline: with its timer a deadlock is not detected.
         """
         self.plan = plan
         self._clock = asyncio.get_running_loop().time
         lengths = LengthSource(plan.load.lengths, seed=plan.seed)
         self._length_mean = lengths.mean
-        self.fleet = ModelledFleet(
-            plan.engines, plan.trainer, lengths, max_staleness=plan.max_staleness, restart_s=restart_s
-        )
+        self.fleet = make_fleet(lengths) if make_fleet else _fleet(plan, lengths, restart_s)
         self._generate = MeteredGenerate(self.fleet.router.generate, lengths)
         holding = HoldingGenerate(self._generate, self.fleet.router.interrupt)
         self.observer = SimulationObserver(
@@ -332,6 +332,10 @@ class Simulation:
             timeline=self._timeline,
             journal=self.observer.journal,
         )
+
+
+def _fleet(plan: SimulationPlan, lengths: LengthSource, restart_s: float) -> ModelledFleet:
+    return ModelledFleet(plan.engines, plan.trainer, lengths, max_staleness=plan.max_staleness, restart_s=restart_s)
 
 
 async def _cancelled(task: asyncio.Task[Any] | None) -> None:

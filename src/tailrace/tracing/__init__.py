@@ -1,1 +1,1 @@
-"""Where time goes: phases, spans, lag of the event loop, watched tasks, a trace. Every room may call it."""
+"""Where time goes, and where a process stands: phases, spans, lag of the event loop, tasks, a trace. For every room."""

@@ -9,7 +9,10 @@ import threading
 import time
 import traceback
 from collections import deque
+from contextlib import closing, suppress
 from dataclasses import dataclass
+from io import FileIO
+from pathlib import Path
 from types import TracebackType
 
 import numpy as np
@@ -34,10 +37,45 @@ class LagStatistics:
     max_s: float = 0.0
     stalls: int = 0
     """Times the loop was held for longer than `stall_s`; each one's stack is in the log."""
+    held_max_s: float = 0.0
+    """The longest of them without what the loop's thread waited for a core that others had."""
 
     def metrics(self) -> dict[str, float]:
         """By name, for the accumulator."""
-        return {"lag/p50_s": self.p50_s, "lag/p90_s": self.p90_s, "lag/p99_s": self.p99_s, "lag/max_s": self.max_s}
+        return {
+            "lag/p50_s": self.p50_s,
+            "lag/p90_s": self.p90_s,
+            "lag/p99_s": self.p99_s,
+            "lag/max_s": self.max_s,
+            "lag/held_max_s": self.held_max_s,
+        }
+
+
+class CoreWait:
+    """How long the thread that makes this stands ready without a core to run on. Linux tells; elsewhere it is 0."""
+
+    def __init__(self, path: Path = Path("/proc/thread-self/schedstat")) -> None:
+        self._file: FileIO | None = None
+        with suppress(OSError):
+            self._file = FileIO(path)
+        self._before_s = self._total_s()
+
+    def since_s(self) -> float:
+        """Since the last time it was asked."""
+        before_s, self._before_s = self._before_s, self._total_s()
+        return max(0.0, self._before_s - before_s)
+
+    def close(self) -> None:
+        """From then on it is 0."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _total_s(self) -> float:
+        if self._file is None:
+            return 0.0
+        self._file.seek(0)
+        return int(self._file.read(64).split()[1]) / 1e9
 
 
 class LoopLagMonitor:
@@ -55,7 +93,7 @@ class LoopLagMonitor:
         self._held_ns: dict[str, int] = {}
         """By phase, up to the last heartbeat."""
         self._lags: deque[float] = deque(maxlen=_MAX_BEATS)
-        self._max_s = 0.0
+        self._max_s = self._held_max_s = 0.0
         self._stalls = 0
         self._last_beat_s = self._drawn_s = 0.0
         self._loop_thread_id = 0
@@ -85,13 +123,13 @@ class LoopLagMonitor:
         """Statistics since the last flush, the delay of the heartbeat that is due right now included."""
         lags = [*self._lags, self._overdue_s()]
         p50, p90, p99 = np.percentile(lags, (50, 90, 99)).tolist()
-        return LagStatistics(p50, p90, p99, max(self._max_s, lags[-1]), self._stalls)
+        return LagStatistics(p50, p90, p99, max(self._max_s, lags[-1]), self._stalls, self._held_max_s)
 
     def flush(self) -> LagStatistics:
         """`snapshot()`, then start over: call it once per step."""
         statistics = self.snapshot()
         self._lags.clear()
-        self._max_s = 0.0
+        self._max_s = self._held_max_s = 0.0
         self._stalls = 0
         return statistics
 
@@ -101,9 +139,14 @@ class LoopLagMonitor:
         return max(0.0, time.monotonic() - self._last_beat_s - self._interval_s)
 
     async def _beat(self) -> None:
+        with closing(CoreWait()) as core_wait:
+            await self._beat_on(core_wait)
+
+    async def _beat_on(self, core_wait: CoreWait) -> None:
         while True:
             await asyncio.sleep(self._interval_s)
             lag_s = self._overdue_s()
+            self._held_max_s = max(self._held_max_s, lag_s - core_wait.since_s())
             self._last_beat_s = time.monotonic()
             self._lags.append(lag_s)
             self._max_s = max(self._max_s, lag_s)

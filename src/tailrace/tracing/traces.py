@@ -26,6 +26,8 @@ from tailrace.tracing.background import BackgroundWriter
 TRACE_FILE = "trace.json"
 _PART_SUFFIX = ".events"
 _EVENTS_AT_ONCE = 256
+_HELD_NS = 1_000_000_000
+"""A reader sees what happened that long ago, if something has happened since."""
 _QUEUED_WRITES = 64
 
 _Span: TypeAlias = tuple[str, str, int, int, int, Mapping[str, Json] | None]
@@ -44,7 +46,7 @@ class TraceWriter:
         self._lanes: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)
         self._free_lanes: defaultdict[str, list[int]] = defaultdict(list)
         self._pid, self._tids = os.getpid(), dict[tuple[str, int], int]()
-        self._dropped = 0
+        self._dropped = self._flushed_ns = 0
         self._is_full = False
         folder.mkdir(parents=True, exist_ok=True)
         self._path.write_bytes(_line({"ph": "M", "name": "process_name", "pid": self._pid, "args": {"name": process}}))
@@ -73,7 +75,9 @@ class TraceWriter:
             self._dropped += 1
             return
         self._spans.append((name, track, lane, began_ns, duration_ns, about))
-        if len(self._spans) >= _EVENTS_AT_ONCE:
+        ended_ns = began_ns + duration_ns
+        if len(self._spans) >= _EVENTS_AT_ONCE or ended_ns - self._flushed_ns >= _HELD_NS:
+            self._flushed_ns = ended_ns
             self.flush()
 
     def add_value(self, name: str, unit: str, at_ns: int, value: float) -> None:

@@ -204,7 +204,7 @@ def layer_token_bytes(sizes: ModelSizes, settings: TrainerSettings, sample_token
 
     The fused layers of a CPU keep less.
     """
-    on_gpu, casts = settings.device.startswith("cuda"), settings.dtype == "bfloat16"
+    on_gpu, casts = settings.device.startswith("cuda"), settings.chosen_dtype == "bfloat16"
     compute = 2 if casts else WIDE_BYTES
     stream = 2 * sizes.hidden * WIDE_BYTES * (2 if on_gpu and trains_all else 1)
     products = (5 if casts else 2) * sizes.hidden * compute
@@ -218,7 +218,7 @@ def layer_token_bytes(sizes: ModelSizes, settings: TrainerSettings, sample_token
 
 def cast_bytes(sizes: ModelSizes, settings: TrainerSettings) -> int:
     """Weights of one layer in bfloat16, which autocast makes for a forward pass and its backward pass needs."""
-    return 2 * sizes.layer_weights if settings.dtype == "bfloat16" else 0
+    return 2 * sizes.layer_weights if settings.chosen_dtype == "bfloat16" else 0
 
 
 def head_bytes(sizes: ModelSizes, *, on_gpu: bool, trains_all: bool) -> int:

@@ -117,7 +117,7 @@ class Trainer:
         self._adapter: Adapter | None = None
         self._model, self._replay, policy = ranks.agree(lambda: self._load(replays=open_payload is not None))
         self._flops, self._memory = ModelFlops.of(self._model), MemoryGauge(policy.device)
-        self._peak_flops = peak_flops(policy.device, settings.dtype, settings.peak_flops)
+        self._peak_flops = peak_flops(policy.device, settings.chosen_dtype, settings.peak_flops)
         if isinstance(ranks, JoinedRanks):
             share_out(policy, ranks)
         self._passes = GradientPasses(
@@ -274,8 +274,8 @@ class Trainer:
         self._adapter = add_adapter(model, settings.lora, self.model_name)
         policy = PolicyModel(
             model,
-            dtype=settings.dtype,
-            head_dtype=settings.head_dtype,
+            dtype=settings.chosen_dtype,
+            head_dtype=settings.chosen_head_dtype,
             native_kernels=settings.native_kernels,
             gradient_checkpointing=settings.gradient_checkpointing,
             offload_activations=settings.offload_activations,

@@ -26,11 +26,15 @@ from zmq.utils.monitor import recv_monitor_message
 from tailrace.errors import CorruptData, PeerGone, SettingsError, TransportError
 from tailrace.guards import guarded
 from tailrace.records import Float32Array, Int32Array
+from tailrace.transport.keys import CurveKeys
 
 MAX_ADDRESS_CHARS = 107
 """Longest path of a Unix socket that Linux takes (macOS takes 103)."""
 
 _IPC = "ipc://"
+
+MOST_WAITING = 1000
+"""Messages of a channel, in each direction and at each end."""
 
 SILENCE_MS = 15_000
 """How long a peer on another host may answer no heartbeat before it counts as gone."""
@@ -113,26 +117,49 @@ async def wait_until(changed: asyncio.Event, condition: Callable[[], bool]) -> N
         await changed.wait()
 
 
+async def received(socket: zmq.asyncio.Socket, *, copy: bool = True) -> list[Any]:
+    """Wait for a message's frames. A sign of life of an encrypted peer wakes a socket, and is no message."""
+    while True:
+        try:
+            frames: list[Any] = await socket.recv_multipart(copy=copy)
+        except zmq.Again:
+            continue
+        return frames
+
+
 class PeerMonitor:
     """Learns from a socket's monitor, without polling, that the peer has connected, and that it is gone."""
 
-    def __init__(self, socket: zmq.Socket[Any], *, refusals: bool = False) -> None:
+    def __init__(self, socket: zmq.Socket[Any], *, refusals: bool = False, strangers: bool = False) -> None:
         """`socket` belongs to a `zmq.asyncio.Context`. Make it before the socket is bound or connected.
 
-        With `refusals` a failed handshake ends the watch, too.
+        With `refusals` a failed handshake ends the watch, too. With `strangers` others than the peer may come and go at
+        a socket that listens: who does not get in is none.
         """
         events = zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED
-        self._socket = socket
-        monitor = socket.get_monitor_socket(events | _REFUSALS if refusals else events)
-        self._monitor = cast(zmq.asyncio.Socket, monitor)
+        self._socket, self._has_strangers = socket, strangers
+        also = (_REFUSALS if refusals else 0) | (zmq.Event.ACCEPTED if strangers else 0)
+        self._monitor = cast(zmq.asyncio.Socket, socket.get_monitor_socket(events | also))
 
     async def watch(self, on_connected: Callable[[], None]) -> bool:
         """Wait for the peer to go away; whether it had been there, or else refused the handshake."""
         was_connected = False
-        while (await recv_monitor_message(self._monitor))["event"] == zmq.Event.HANDSHAKE_SUCCEEDED:
-            was_connected = True
-            on_connected()
-        return was_connected
+        accepted, may_be_peer = set[int](), set[int]()  # connections: an event of a handshake does not say of which
+        while True:
+            message = await recv_monitor_message(self._monitor)
+            event, connection = message["event"], message["value"]
+            if event == zmq.Event.HANDSHAKE_SUCCEEDED:
+                was_connected = True
+                may_be_peer |= accepted
+                accepted.clear()
+                on_connected()
+            elif event == zmq.Event.ACCEPTED:
+                accepted.add(connection)
+            elif not self._has_strangers or may_be_peer == {connection}:
+                return was_connected
+            else:
+                accepted.discard(connection)
+                may_be_peer.discard(connection)
 
     def close(self) -> None:
         """Before the socket itself is closed."""
@@ -193,8 +220,8 @@ class Channel(Conversation):
     end connects or is gone. What ended the channel is then in `failure`: a `PeerGone`, or the `TransportError` that
     `on_message` raised. The other end's last messages come before that.
 
-    Over TCP a peer whose host fell silent is gone after `SILENCE_MS`. The sockets neither authenticate nor encrypt: use
-    TCP on networks that only the run's own hosts can reach.
+    Over TCP a peer whose host fell silent is gone after `SILENCE_MS`. Without keys the sockets neither authenticate nor
+    encrypt: use TCP without them on networks that only the run's own hosts can reach.
     """
 
     def __init__(
@@ -206,16 +233,22 @@ class Channel(Conversation):
         changed: asyncio.Event,
         peer: str,
         on_body: Callable[[memoryview], None] | None = None,
+        keys: CurveKeys | None = None,
+        most_waiting: int | None = MOST_WAITING,
     ) -> None:
         """A message may bring one body of bytes, which `on_body` gets before the message;
-        a channel without ends with `CorruptData` at the first body."""
+        a channel without ends with `CorruptData` at the first body. With `keys` only a peer that holds them is one.
+        `most_waiting` messages may wait to be sent, and as many to be read; None: any number."""
         super().__init__()
         self._on_message, self._on_body, self._changed, self._peer = on_message, on_body, changed, peer
         self._socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
-        self._monitor = PeerMonitor(self._socket)
+        self._monitor = PeerMonitor(self._socket, strangers=bind and keys is not None)
+        if keys:
+            (keys.apply_to_server if bind else keys.apply_to_client)(self._socket)
         if address.startswith("tcp:"):
             self._socket.set(zmq.HEARTBEAT_IVL, SILENCE_MS // 3)
             self._socket.set(zmq.HEARTBEAT_TIMEOUT, SILENCE_MS)
+        self._socket.set_hwm(most_waiting or 0)
         try:
             (self._socket.bind if bind else self._socket.connect)(address)
         except zmq.ZMQError as error:
@@ -226,14 +259,19 @@ class Channel(Conversation):
             asyncio.create_task(self._watch(), name=f"watch over the {peer}"),
         }
 
+    @property
+    def address(self) -> str:
+        """Of its own end, where it binds; port 0 is resolved to the chosen one."""
+        return cast(bytes, self._socket.get(zmq.LAST_ENDPOINT)).decode()
+
     @override
     def send(self, message: bytes, body: mmap.mmap | None = None) -> None:
         """Hand a message to the socket, which keeps it until the other end takes it. Never waits.
 
         A `body` is not copied: it must stay as it is until the other end says that it has it.
 
-        Raises what ended the channel, and `TransportError` when a thousand messages wait already (or when this end
-        binds and the other is not `connected` yet).
+        Raises what ended the channel, and `TransportError` when the most that may wait do (or when this end binds and
+        the other is not `connected` yet).
         """
         if self.failure:
             raise self.failure
@@ -255,7 +293,7 @@ class Channel(Conversation):
     async def _deliver(self) -> None:
         """Waits for messages; ends with the channel."""
         while not self.failure:
-            self._handle(await self._socket.recv_multipart(copy=False))
+            self._handle(await received(self._socket, copy=False))
 
     async def _watch(self) -> None:
         """Waits for the other end to connect, and then to go away; ends then."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from typing import Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+_PREFIX = re.compile(r"[A-Za-z0-9_.:-]+")
 
 BatchTransport: TypeAlias = Literal["memory", "shared_memory", "files", "zmq", "redis"]
 
@@ -38,9 +41,21 @@ class RedisSettings(BaseModel):
     )
     prefix: str = Field(
         default="tailrace",
-        min_length=1,
-        description="What the names of all keys begin with; the run's name follows",
+        description="What the names of all keys begin with, of letters, digits, `_`, `.`, `:` and `-`; the run's name"
+        " follows",
     )
+
+    @field_validator("prefix")
+    @classmethod
+    def _names_keys_alone(cls, prefix: str) -> str:
+        """A run removes what earlier starts of it left, which it finds by a pattern: a `*` would find others' keys."""
+        if not _PREFIX.fullmatch(prefix):
+            raise ValueError(
+                f"transport.redis.prefix = {prefix!r} names no keys: write letters, digits, `_`, `.`, `:` and `-`"
+                " alone, as in team-1:tailrace. What an earlier start of a run left is removed by a pattern, in which"
+                " `*`, `?`, `[` and the like would stand for others' keys too"
+            )
+        return prefix
 
 
 class TransportSettings(BaseModel):
@@ -54,7 +69,7 @@ class TransportSettings(BaseModel):
         " placement = inline, and only for that. shared_memory: recycled files in the host's shared memory. files:"
         " checksummed files in the run's folder, each batch published by one rename: slower, on any file system. zmq:"
         " by value, through a socket. redis: through streams of the Redis of transport.redis, and the event log with"
-        " them. Unset: memory inline, redis for placement = redis, shared_memory otherwise.",
+        " them. Unset: memory inline, redis for placement = redis, zmq for placement = ray, shared_memory otherwise.",
     )
     redis: RedisSettings = Field(default_factory=RedisSettings)
     payloads: Literal["reference", "value"] = Field(

@@ -126,6 +126,24 @@ async def together(completions: list[Any]) -> list[float]:
         (lambda: verifiers_environment(gym.adding(score_rollouts=False)), "score_rollouts = False"),
         (lambda: verifiers_environment(gym.adding(rubric=vf.Rubric(funcs=[together]))), "rollouts of a group together"),
         (lambda: verifiers_environment(with_images()), "content of type 'image_url'"),
+        (
+            lambda: verifiers_environment(gym.simulated(gym.Simulated), name="chat"),
+            r"chat: Simulated\.env_response asks for the model 'gpt-6' beside the policy",
+        ),
+        (
+            lambda: verifiers_environment(gym.simulated(gym.SimulatedByAttribute)),
+            r"SimulatedByAttribute\.env_response asks for the model 'gpt-6'",
+        ),
+        (
+            lambda: verifiers_environment(gym.simulated(gym.SimulatedByVariable)),
+            r"SimulatedByVariable\.env_response asks for the model 'gpt-6'",
+        ),
+        (
+            lambda: verifiers_environment(
+                vf.EnvGroup(envs=[gym.adding(), gym.simulated(gym.Simulated)], env_names=["one", "two"])
+            ),
+            "asks for the model 'gpt-6' beside the policy",
+        ),
         (lambda: load_environment(EnvironmentSettings(name="verifiers", args={"id": "no-such"})), "no_such"),
         (lambda: load_environment(EnvironmentSettings(name="verifiers")), "args.id is missing"),
         (
@@ -137,6 +155,16 @@ async def together(completions: list[Any]) -> list[float]:
 def test_what_it_cannot_do_is_told_when_it_is_loaded(make: Callable[[], object], says: str) -> None:
     with pytest.raises(SettingsError, match=says):
         make()
+
+
+def test_a_simulator_with_a_client_of_its_own_is_none_of_our_business() -> None:
+    assert verifiers_environment(gym.simulated(gym.SimulatedByItsClient)).name == "SimulatedByItsClient"
+
+
+async def test_a_simulator_whose_model_is_chosen_in_a_turn_is_refused_in_that_turn() -> None:
+    spec = verifiers_environment(gym.simulated(gym.SimulatedInTurns))
+    with pytest.raises(SettingsError, match="asks for the model 'gpt-6' beside the policy"):
+        await play_here(spec, spec.train_task(0), ["5", "6"])
 
 
 def test_it_is_made_in_any_thread_and_leaves_signals_alone() -> None:

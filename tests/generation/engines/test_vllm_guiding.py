@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from tailrace.errors import RequestRefused
+from tailrace.gateway.dialects.forced_calls import offered
 from tailrace.generation.engines.vllm.engine import VllmEngine
 from tailrace.generation.settings import GeneratorSettings, ModelSettings
 from tailrace.models.loading import tokenizer_folder
-from tailrace.records import Completion, FinishReason
+from tailrace.records import Completion, FinishReason, ToolSpec
 from tailrace.rollouts import ChatTokenizer
 from tests.generation.engine_kinds import require_vllm_installed
 from tests.generation.engine_support import Driver, request
@@ -66,6 +67,25 @@ def test_a_reply_is_json_of_its_schema_and_its_neighbours_are_not(engine: VllmEn
         assert guided.logprobs[-1] == pytest.approx(0, abs=1e-5)  # after the last bracket nothing else is left
     with pytest.raises(ValueError, match=r"Expecting|Extra"):
         json.loads(said(free, tokenizer))
+
+
+def test_a_forced_call_is_one_of_a_tool_that_was_offered(engine: VllmEngine, tokenizer: ChatTokenizer) -> None:
+    tools = [ToolSpec(name=name, description="", parameters=SEATS) for name in ("seat", "swap")]
+    _, form = offered(tools, ("forced", None))
+    assert form is not None
+    prompt = tokenizer.encode("Who sits beside Max?")
+    for forced in Driver(engine).run(
+        *(asking(f"f{seed}", prompt, json.loads(form.schema), tokenizer, seed=seed) for seed in range(3))
+    ):
+        if forced.finish_reason is FinishReason.STOP:  # a list of calls may be longer than the reply
+            calls = json.loads(said(forced, tokenizer))
+            assert {call["name"] for call in calls} <= {"seat", "swap"}
+            assert all(set(call["arguments"].values()) <= {"Ada", "Bob"} for call in calls)
+    _, form = offered(tools, ("forced", "swap"))
+    assert form is not None
+    (forced,) = Driver(engine).run(asking("named", prompt, json.loads(form.schema), tokenizer, seed=1))
+    (call,) = json.loads(said(forced, tokenizer))
+    assert (call["name"], set(call["arguments"])) == ("swap", {"left", "right"})
 
 
 @pytest.mark.parametrize("schema", [{"type": "no such type"}, {"type": "string", "pattern": "("}])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import threading
 from collections.abc import Iterator
@@ -14,13 +15,22 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from tailrace.errors import EngineFailed, ModelError, TransportError
+from tailrace.feed import Feed, FeedPlace
 from tailrace.generation.engines.vllm.core import build_core
 from tailrace.generation.engines.vllm.engine import VllmEngine
 from tailrace.generation.settings import GeneratorSettings, ModelSettings
+from tailrace.records import FeedReport, ModelStateDictPublished, ModelStateDictRef, RunStatus, TrainerEnded
+from tailrace.run.outside_trainer import OutsideTrainer
 from tailrace.transport.channels import create_socket_folder
+from tailrace.transport.events.log import MemoryEventLog
+from tailrace.transport.redis.channels import RedisPlace
+from tailrace.transport.redis.sample_sender import RedisSampleSender
+from tailrace.transport.redis.streams import Origin
+from tailrace.transport.weights import outside
 from tailrace.transport.weights.transfers import TransferReceiver, TransferringModelStateDictStore
 from tests.generation.engine_kinds import require_vllm_installed
 from tests.generation.engine_support import SHAPE, Driver, greedy_reference, request
+from tests.support.redis_servers import needs_redis, redis_server
 
 if TYPE_CHECKING:
     from vllm.v1.engine.core_client import InprocClient
@@ -196,3 +206,55 @@ def test_an_engine_that_fails_to_install_what_it_was_sent_has_failed(
         prepared = engine.prepare(offered)
         with pytest.raises(EngineFailed, match="division by zero"):
             engine.load_model_state_dict(prepared, 9)
+
+
+class Scheduler:
+    """Believes whatever a trainer tells."""
+
+    num_consumers = 1
+
+    async def tell(self, report: FeedReport) -> None: ...
+
+    def saved(self, step: int) -> None: ...
+
+
+@needs_redis
+async def test_an_engine_is_sent_the_weights_of_a_trainer_outside_that_goes_on_with_its_tensors(
+    core: InprocClient, sockets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tests.generation.engines.loopback_transfer import init_info
+
+    monkeypatch.setattr(outside, "nccl_init_info", init_info)
+    received = threading.Event()
+
+    def train(url: str) -> None:
+        with Feed(FeedPlace(url, "run", transfers=str(sockets))) as feed:
+            tensors = weights(7)
+            feed.step_done(1, [], weights=tensors)
+            for tensor in tensors.values():
+                tensor.zero_()
+            assert received.wait(DEADLINE_S)
+
+    with redis_server(tmp_path / "redis") as server:
+        log = MemoryEventLog(epoch="epoch")
+        trainer = OutsideTrainer(RedisSampleSender(RedisPlace(server.url, Origin("run", "epoch"), 60.0)), None, log)
+        trainer.listen(Scheduler())
+        training = asyncio.create_task(asyncio.to_thread(train, server.url))
+        async for event in log.follow():
+            if isinstance(event, ModelStateDictPublished):
+                await asyncio.to_thread(install, core, sockets, event.ref)
+                received.set()
+            elif isinstance(event, TrainerEnded):
+                assert event.status is RunStatus.FINISHED
+                break
+        await training
+        await trainer.end_feed()
+        await trainer.close()
+    (completed,) = Driver(VllmEngine(core)).run(request("outside", [1, 2, 3], temperature=0, max_tokens=8))
+    assert completed.token_ids.tolist() == greedy_reference(model(7), [1, 2, 3], 8)
+
+
+def install(core: InprocClient, sockets: Path, ref: ModelStateDictRef) -> None:
+    engine = VllmEngine(core)
+    with closing(TransferReceiver(sockets)) as receiver, receiver.open(ref) as offered:
+        engine.load_model_state_dict(engine.prepare(offered), offered.version)

@@ -59,7 +59,7 @@ class World:
     """A distributor, who hears of it, and what follows it."""
 
     def __init__(self, policy: WeightPolicy, loads_at_once: int) -> None:
-        self.weights = WeightDistributor(policy, loads_at_once=loads_at_once)
+        self.weights = WeightDistributor(policy, loads_at_once=lambda replicas: loads_at_once)
         self.weights.listener = self.listener = Listener()
         self.tasks: list[asyncio.Task[None]] = []
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -13,7 +13,7 @@ import psutil
 from tailrace.environments import EnvironmentSettings, load_environment
 from tailrace.records import Completion, GenerationRequest, GroupId, Json, OnChunk, Rollout, RolloutId, Task, TaskId
 from tailrace.rollouts import ChatRenderer, Endpoints, LoadedEnvironment, Rollouter, RolloutSettings
-from tailrace.rollouts.agent_workers import AgentWorkers, WorkerWatch
+from tailrace.rollouts.agent_workers import AgentWorkers, WorkerPlace, WorkerWatch
 from tests.support.scripted_generate import ScriptedGenerate
 
 PATIENCE_S = 60.0
@@ -31,11 +31,13 @@ class Run:
         args: dict[str, Json] | None = None,
         block_s: float = PATIENCE_S,
         max_turns: int = 16,
+        timeout_s: float = 600.0,
         endpoints: Endpoints | None = None,
+        places: Sequence[WorkerPlace] | None = None,
         **scripted: int | bool,
     ) -> None:
         self.settings = RolloutSettings(
-            max_tokens=32, max_turns=max_turns, agent_workers=workers, agent_block_s=block_s
+            max_tokens=32, max_turns=max_turns, timeout_s=timeout_s, agent_workers=workers, agent_block_s=block_s
         )
         chosen = {
             name: EnvironmentSettings(name=f"tests.support.agent_environments:{name}", args=args or {})
@@ -62,6 +64,7 @@ class Run:
             generate=self._generate,
             watch=watch,
             endpoints=endpoints,
+            agent_places=places,
         )
         self.runner = self.rollouter.runner(on_lost=lambda rollout: self.lost.update({rollout.rollout_id: rollout}))
 
@@ -89,15 +92,20 @@ class Run:
         await self.rollouter.close()
 
     def begin(
-        self, behave: str = "well", replies: Sequence[str | Exception] = ("yes", "no"), name: str = "agents"
+        self,
+        behave: str = "well",
+        replies: Sequence[str | Exception] = ("yes", "no"),
+        name: str = "agents",
+        row: Mapping[str, Json] | None = None,
     ) -> asyncio.Task[Rollout]:
+        """`row` is the task's in place of one that says how to `behave`."""
         rollout_id = f"{name}-{len(self.scripted)}"
         self.scripted[rollout_id] = ScriptedGenerate(
             self.renderer.tokenizer,
             replies,
             **self._scripted_options,  # type: ignore[arg-type]
         )
-        task = Task(TaskId(f"{name}/train/0"), name, 0, {"behave": behave}, seed=4)
+        task = Task(TaskId(f"{name}/train/0"), name, 0, {"behave": behave} if row is None else row, seed=4)
         return asyncio.create_task(
             self.runner.run(task, rollout_id=RolloutId(rollout_id), group_id=GroupId("g"), attempt=1)
         )

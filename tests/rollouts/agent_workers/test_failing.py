@@ -209,6 +209,19 @@ async def test_what_agents_print_and_the_trace_are_in_the_runs_folder(renderer: 
     assert '"rollout"' in (tmp_path / "trace" / "agent worker 0.events").read_text()
 
 
+async def test_workers_that_are_asked_tell_where_their_agents_wait(renderer: ChatRenderer, tmp_path: Path) -> None:
+    log = tmp_path / "agent_workers.log"
+    async with Run(renderer, watch=WorkerWatch(log)) as run:
+        run.rollouter.write_stacks()  # there is none yet
+        waiting = run.begin("wait")
+        async with asyncio.timeout(PATIENCE_S):
+            while not log.exists() or "in misbehave\n    await asyncio.sleep(600)" not in log.read_text():
+                run.rollouter.write_stacks()
+                await asyncio.sleep(0.05)
+        waiting.cancel()
+    assert "thread 0x" in log.read_text().lower()
+
+
 async def test_the_orchestrators_loop_goes_on_while_a_worker_is_blocked(
     renderer: ChatRenderer, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -38,7 +38,7 @@ def branch_of(turns: list[tuple[int, int, bool]], *, seed: int) -> Branch:
     random = np.random.default_rng(seed)
     branch = Branch(None if seed % 2 else 0.5)
     for context, sampled, is_restricted in turns:
-        branch.extend_context(random.integers(100, size=context).astype(np.int32))
+        branch.extend_context(random.integers(100, size=context).astype(np.int32), is_tool_output=context % 2 == 1)
         counts = random.integers(1, 4, size=sampled).astype(np.int32)
         supports = Supports(random.integers(100, size=int(counts.sum())).astype(np.int32), counts)
         branch.extend_completion(
@@ -72,6 +72,7 @@ def test_a_branch_arrives_as_it_was(turns: list[tuple[int, int, bool]], seed: in
     assert isinstance(received, Played)
     branch = received.branches[0].branch()
     assert_equal_branches(sent, branch)
+    assert branch.tool_spans == sent.tool_spans
     supports = [one.support_counts for one in (sent, branch)]
     if any(is_restricted for *_, is_restricted in turns):
         assert supports[0] is not None
@@ -142,6 +143,12 @@ def test_an_error_keeps_its_kind_and_reason(error: TailraceError) -> None:
     assert (type(again), str(again)) == (type(error), str(error))
     kept: Any = [(getattr(one, "reason", None), getattr(one, "may_pass", None)) for one in (error, again)]
     assert kept[0] == kept[1]
+
+
+def test_an_error_of_which_more_than_its_message_is_needed_is_refused() -> None:
+    for kind in ("ErrorBudgetSpent", "Nothing", "annotations"):
+        with pytest.raises(CorruptData, match=f"an agent worker told of .*{kind}"):
+            Failure(kind, "too many").error()
 
 
 def test_last_words_name_the_line_of_users_code_in_the_thread_of_the_loop() -> None:

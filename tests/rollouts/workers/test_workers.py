@@ -17,7 +17,7 @@ from tailrace.environments import EnvironmentSettings, load_environment
 from tailrace.errors import EnvironmentFailed, InvalidReward, RolloutError, RolloutTimeout, SettingsError
 from tailrace.records import Completion, GenerationRequest, GroupId, OnChunk, Rollout, RolloutId, Task, TaskId
 from tailrace.rollouts import ChatRenderer, LoadedEnvironment, Rollouter, RolloutSettings
-from tailrace.rollouts.workers.output import OutputLog
+from tailrace.tracing.output_log import OutputLog
 from tests.support.scripted_generate import ScriptedGenerate
 
 PATIENCE_S = 60.0

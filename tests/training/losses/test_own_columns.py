@@ -56,6 +56,20 @@ async def test_scoring_on_the_page_weighs_the_second_half_of_each_reply(page: An
     assert branch.columns["weights"].tolist() == [0, 0, 1, 1, 2, 2, 0, 0, 1, 2]
 
 
+async def test_scoring_on_the_page_lets_rewarded_rollouts_leave_the_reference(page: Any) -> None:
+    task = Task(TaskId("toy/0"), "toy", 0, {})
+    rollouts = [
+        Rollout(RolloutId(f"r{reward}"), GroupId("g"), task, SamplingParams(), reward=reward) for reward in (0.0, 1.0)
+    ]
+    for rollout in rollouts:
+        rollout.branches = [Branch()]
+        rollout.branches[0].extend_context([1, 2, 3])
+    await page.loosen(Group(GroupId("g"), task, rollouts))
+    found = [rollout.branches[0].columns["reference_kl_weights"] for rollout in rollouts]
+    assert found[0].tolist() == [1, 1, 1]
+    assert found[1] == pytest.approx([0.1] * 3)
+
+
 def test_a_loss_on_the_page_reads_the_weights_of_its_tokens(page: Any, model_folder: Path) -> None:
     batch = build_batch()
     ones = np.ones(len(batch.token_ids), np.float32)

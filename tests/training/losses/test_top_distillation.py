@@ -50,6 +50,8 @@ def drawn(tokens: LossTokens, vocabulary: int, top_k: int, seed: int) -> tuple[L
     top = teacher.topk(top_k)
     ids = torch.where(torch.arange(top_k) < torch.tensor(named)[:, None], top.indices, -1)
     columns = {"teacher_top_ids": ids.int(), "teacher_top_logprobs": top.values.log().where(ids >= 0, 0.0)}
+    if seed % 2:
+        columns["distillation_weights"] = torch.randint(-1, 3, (count,), generator=generator) / 2
     rewarded = torch.rand(count, generator=generator) < 0.8
     tokens = dataclasses.replace(tokens, columns=columns, rewarded=rewarded)
     return tokens, teacher, [row[row >= 0].tolist() for row in ids]
@@ -101,7 +103,8 @@ def test_values_and_gradients_are_those_of_whole_logits(
     logprobs, entropy = reference(head, hidden, tokens)
     losses, kept = of_rewards(logprobs, entropy, tokens)
     kept = kept & tokens.rewarded if is_pointwise else kept
-    added = torch.stack(each).sum() * 0.7 / summary.loss_tokens
+    weights = tokens.columns.get("distillation_weights", torch.ones(len(each)))
+    added = (torch.stack(each) * weights).sum() * 0.7 / summary.loss_tokens
     expected = gradients(head, hidden, losses[kept].sum() / 3.0 + added)
     output = LogprobHead(head, torch.float64, chunk_bytes=4 * vocabulary * chunk)(hidden, tokens, loss)
     torch.testing.assert_close(output.candidate_losses, torch.stack(each).detach(), rtol=1e-9, atol=1e-10)

@@ -110,6 +110,7 @@ def test_tokens_sum_up_to_the_loss_of_the_batch_and_of_each_environment(
         own = [one for one in tokens if name in ("", f"{one['environment']}/")]
         expected = sum(one["loss"] for one in own) / DIVISORS[divisor](own)
         assert metrics[f"training/{name}loss"] == pytest.approx(expected, rel=1e-5), name
+        assert metrics[f"training/{name}ratio_max"] == pytest.approx(max(one["ratio"] for one in own), rel=1e-5)
         if reason := "icepop" if "masks" in loss else {"ipo": "ipo"}.get(loss["name"]):
             rejected = 1 - sum(one["kept"] for one in own) / len(own)
             assert metrics[f"training/{name}rejected_share/{reason}"] == pytest.approx(rejected, abs=1e-9), name
@@ -126,6 +127,7 @@ def test_the_age_of_tokens_is_told_of_each_environment(tmp_path: Path, model_fol
         assert (first[f"training/{name}/staleness"], second[f"training/{name}/staleness"]) == (0, 1)
         ages = [2 - one["policy_version"] for one in tokens if one["environment"] == name]
         assert third[f"training/{name}/staleness"] == pytest.approx(np.mean(ages))
+        assert third[f"training/{name}/staleness_max"] == max(ages)
 
 
 def test_each_step_has_a_file_of_its_own(tmp_path: Path, model_folder: Path, form: ExportFormat) -> None:
@@ -143,3 +145,15 @@ def test_a_folder_that_cannot_be_written_ends_nothing(
     (metrics,) = train(tmp_path / "tokens", model_folder, form, dataclasses.replace(build_batch(), origins=ORIGINS))
     assert metrics["training/loss"] != 0
     assert "the tokens of step 1 could not be exported" in caplog.text
+
+
+def test_steps_that_are_left_out_have_no_file(tmp_path: Path, model_folder: Path) -> None:
+    tokenizer = Tokenizer(WordLevel({f"word{token_id}": token_id for token_id in range(VOCABULARY)}, "word0"))
+    export = TokenExport(tmp_path, tokenizer, "jsonl", every_steps=2)
+    trainer = Trainer(
+        TrainerSettings(learning_rate=1e-3), model_name=str(model_folder), max_steps=9, max_staleness=9, export=export
+    )
+    for step in (1, 2, 3):
+        trainer.train_step(build_batch(step=step))
+    export.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["step_000002_rank_0.jsonl"]

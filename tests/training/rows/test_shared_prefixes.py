@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import functional as F
 
 from tailrace.records import Batch
+from tailrace.training.losses import load_loss
+from tailrace.training.model.policy_model import PolicyModel
 from tailrace.training.rows.micro_batch import MicroBatch
-from tailrace.training.rows.shared_prefixes import share_prefixes
+from tailrace.training.rows.shared_prefixes import PrefixCopies, share_prefixes
+from tailrace.training.settings.losses import ClippedRatioSettings
 from tests.training.rows.test_packing import packed, reference
 from tests.training.tiny import build_batch, tiny_model
 
@@ -54,3 +61,48 @@ def test_shared_beginnings_change_no_loss_and_no_gradient(name: str, lengths: tu
     for parameter, gradient in gradients.items():
         scale = float(expected[parameter].abs().max())
         torch.testing.assert_close(gradient, expected[parameter], rtol=1e-3, atol=1e-4 * scale, msg=parameter)
+
+
+@given(SAMPLES, st.integers(0, 2**31))
+def test_a_row_laid_out_in_full_gives_each_token_the_gradients_of_all_its_places(
+    samples: list[list[int]], seed: int
+) -> None:
+    token_ids = np.array([token for sample in samples for token in sample], np.int32)
+    shared = share_prefixes(token_ids, [len(sample) for sample in samples])
+    copies, generator = PrefixCopies.of(shared), torch.Generator().manual_seed(seed)
+    computed = torch.randn(shared.computed.sum(), 2, 3, generator=generator).double().requires_grad_()
+    weights = torch.randn(len(token_ids), 2, 3, generator=generator).double()
+    row = copies.spread(computed)
+    (gradient,) = torch.autograd.grad((row * weights).sum(), computed)
+    assert torch.equal(row, computed[torch.from_numpy(shared.place)])
+    assert torch.equal(copies.take(row), computed)
+    expected = torch.zeros_like(computed).index_add_(0, torch.from_numpy(shared.place), weights)
+    torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-12)
+
+
+def ragged_attention(
+    query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, *_: object, scale: float, **__: Any
+) -> Tensor:
+    """What torch's variable-length kernel computes, which a CPU lacks."""
+    segments = itertools.pairwise(offsets.tolist())
+    parts = [[tensor[start:end].transpose(0, 1)[None] for tensor in (query, key, value)] for start, end in segments]
+    outputs = [F.scaled_dot_product_attention(*part, is_causal=True, scale=scale, enable_gqa=True) for part in parts]
+    return torch.cat([output[0].transpose(0, 1) for output in outputs])
+
+
+@pytest.mark.parametrize(("common", "is_shared"), [(14, True), (3, False)])
+def test_a_kernel_that_takes_rows_as_they_are_gets_them_in_full(
+    common: int, is_shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tailrace.training.rows.attention.varlen_attn", ragged_attention)
+    row = batch_with_common_beginnings((40, 22, 21, 37, 25, 38), common).row(0)
+    gradients = []
+    for padded in (True, False):
+        policy = PolicyModel(tiny_model("qwen3"), dtype="bfloat16", native_kernels=False)
+        micro_batch = MicroBatch.of(row, 0, padded=padded)
+        assert (micro_batch.input_ids.shape[1] < len(row.token_ids)) == (padded or is_shared)
+        policy(micro_batch, load_loss(ClippedRatioSettings())).total.backward()
+        gradients.append({name: weight.grad for name, weight in policy.named_parameters() if weight.grad is not None})
+    expected, found = gradients
+    for name, gradient in found.items():
+        assert float((gradient - expected[name]).norm() / expected[name].norm()) < 0.03, name

@@ -15,7 +15,7 @@ from tailrace.transport.batches.channels import ChannelBatchReceiver, ChannelBat
 from tailrace.transport.events.log import MemoryEventLog
 from tailrace.transport.events.rpc import ConversingEventLogServer, EventLogClient
 from tailrace.transport.redis.server import RedisServer
-from tests.support.redis_servers import ask, needs_redis, place_of, redis_server
+from tests.support.redis_servers import ReplicatedServer, ask, needs_redis, place_of, redis_server
 from tests.transport.transport_builders import assert_same_batch, plan
 
 pytestmark = needs_redis
@@ -29,8 +29,8 @@ PATIENCE_S = 120.0
 class Queue:
     """Both ends of one."""
 
-    def __init__(self, server: RedisServer, outage_s: float = 60.0) -> None:
-        redis = place_of(server, outage_s=outage_s)
+    def __init__(self, server: RedisServer, outage_s: float = 60.0, url: str = "") -> None:
+        redis = place_of(server, outage_s=outage_s, url=url)
         address = redis.address("batches")
         self.sender: ChannelBatchSender = value_sender(
             address, num_ranks=RANKS, retained_bytes=10**9, open_channel=redis.open_keeping_channel
@@ -70,8 +70,8 @@ def batch(step: int) -> PlannedBatch:
 
 
 @asynccontextmanager
-async def queue(server: RedisServer, outage_s: float = 60.0) -> AsyncIterator[Queue]:
-    made = Queue(server, outage_s)
+async def queue(server: RedisServer, outage_s: float = 60.0, url: str = "") -> AsyncIterator[Queue]:
+    made = Queue(server, outage_s, url)
     try:
         async with asyncio.timeout(PATIENCE_S):
             yield made
@@ -97,11 +97,12 @@ async def full(server: RedisServer) -> None:
     await asyncio.to_thread(ask, server, "CONFIG", "SET", "maxmemory", "0")
 
 
-async def fail_over(server: RedisServer) -> None:
+async def fail_over(server: ReplicatedServer) -> None:
     """To a replica that lacks the last second."""
-    await asyncio.to_thread(ask, server, "SAVE")
-    await asyncio.sleep(0.3)
-    await away(server, 0.0)
+    await asyncio.to_thread(server.replicate)
+    server.lag()
+    await asyncio.sleep(1.0)
+    await asyncio.to_thread(server.fail_over)
 
 
 async def readonly(server: RedisServer) -> None:
@@ -111,14 +112,14 @@ async def readonly(server: RedisServer) -> None:
     await asyncio.to_thread(ask, server, "REPLICAOF", "NO", "ONE")
 
 
-TROUBLES: dict[str, Callable[[RedisServer], Awaitable[None]]] = {
+TROUBLES: dict[str, Callable[[ReplicatedServer], Awaitable[None]]] = {
     "away for 0.5 s": lambda server: away(server, 0.5),
     "flushed": flush,
     "full": full,
     "failed over": fail_over,
     "read only": readonly,
 }
-LONG: dict[str, Callable[[RedisServer], Awaitable[None]]] = {
+LONG: dict[str, Callable[[ReplicatedServer], Awaitable[None]]] = {
     "away for 5 s": lambda server: away(server, 5.0),
     "away for 20 s": lambda server: away(server, 20.0),
 }

@@ -12,12 +12,13 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 import msgspec
 import pytest
 
-from tailrace.errors import ConsumerRefused, CorruptData, OtherSchema, PeerGone, SettingsError
+from tailrace.errors import ConsumerRefused, CorruptData, OtherSchema, PeerGone, SettingsError, TransportError
 from tailrace.records import (
     ConsumerJoined,
     ConsumerLost,
     RunStatus,
     SampleId,
+    SamplesDropped,
     SamplesTaken,
     StepDone,
     StopRequested,
@@ -29,9 +30,9 @@ from tailrace.transport.redis.entries import Message
 from tailrace.transport.redis.sample_messages import FeedKeys, OpenFeed
 from tailrace.transport.redis.sample_receiver import RedisSampleReceiver
 from tailrace.transport.redis.server import RedisServer
-from tailrace.transport.samples.codec import SCHEMA, encode_sample
+from tailrace.transport.samples.codec import SCHEMA, encode_samples
 from tests.support.fed_runs import PATIENCE_S, FedRun, feed_samples
-from tests.support.redis_servers import ask, needs_redis
+from tests.support.redis_servers import ReplicatedServer, ask, needs_redis
 from tests.transport.redis.test_outages import LONG, TROUBLES, away
 from tests.transport.samples.test_codec import assert_same_sample
 
@@ -246,14 +247,33 @@ async def test_what_a_rank_had_that_was_killed_goes_to_who_comes_in_its_place(
     assert [one.sample_id for one in await again.pull_all(1)] == [sent[0].sample_id]
 
 
+async def test_what_a_rank_had_that_was_killed_goes_to_a_rank_that_lives(
+    server: RedisServer, impatient: FedRun, join: Join
+) -> None:
+    """As processes: both wait for samples, one is killed with what it was given."""
+    sent = feed_samples(2)
+    with program(PULLING, server) as dying:
+        await impatient.hears(ConsumerJoined)
+        await impatient.sender.offer(sent[:1])
+        assert dying.stdout is not None
+        assert await asyncio.to_thread(dying.stdout.readline) == b"1\n"
+        living = await join("living")
+        pulling = asyncio.create_task(living.pull_all(1))
+    lost = await impatient.hears(ConsumerLost)
+    await impatient.sender.release(lost.sample_ids)
+    await impatient.sender.offer([one for one in sent if one.sample_id in lost.sample_ids])
+    assert [one.sample_id for one in await pulling] == [sent[0].sample_id]
+
+
 TROUBLES_OF_ALL = {**TROUBLES, "restarted": lambda server: away(server, 0.0), **LONG}
 
 
 @pytest.mark.parametrize(
     "trouble", [pytest.param(name, marks=[pytest.mark.long] if name in LONG else []) for name in TROUBLES_OF_ALL]
 )
+@pytest.mark.parametrize("server", [False, True], indirect=True, ids=["forgets", "keeps data"])
 async def test_a_redis_in_trouble_loses_nothing_and_gives_nothing_twice(
-    server: RedisServer, run: FedRun, join: Join, trouble: str
+    server: ReplicatedServer, run: FedRun, join: Join, trouble: str
 ) -> None:
     """A rank in the middle of a step, with samples on their way to it."""
     receiver, sent = await join(), feed_samples(12)
@@ -269,6 +289,42 @@ async def test_a_redis_in_trouble_loses_nothing_and_gives_nothing_twice(
     assert list(done.sample_ids) == [one.sample_id for one in sent[:10]]
     assert [one.sample_id for one in received] == [one.sample_id for one in sent]
     assert not [report for report in run.told if isinstance(report, ConsumerLost)]
+
+
+async def test_a_redis_that_stays_away_ends_both_sides_with_its_name(server: RedisServer) -> None:
+    run = FedRun(server, outage_s=0.5)
+    rank = await asyncio.to_thread(RedisSampleReceiver, server.url, "run", "trainer", outage_s=0.5)
+    await asyncio.to_thread(server.kill)
+    with pytest.raises(TransportError, match=r"Redis at .* was away for 0\.5 s"):
+        await run.fails()
+    with pytest.raises(TransportError, match=r"Redis at .* was away for 0\.5 s"):
+        await asyncio.to_thread(rank.pull, 1)
+    await asyncio.to_thread(rank.leave)
+    await run.close()
+
+
+async def test_a_failover_that_loses_the_last_second_loses_no_sample_and_no_report(
+    server: ReplicatedServer, run: FedRun, join: Join
+) -> None:
+    """Samples were read, and a step was heard of, by a primary of which the replica knows nothing of that."""
+    receiver, sent = await join(), feed_samples(12)
+    await run.sender.offer(sent[:4])
+    received = await receiver.pull_all(4)
+    await asyncio.to_thread(server.replicate)
+    server.lag()
+    await run.sender.offer(sent[4:10])
+    received += await receiver.pull_all(4)
+    await receiver.report(step_done(received))
+    await run.hears(StepDone)
+    await asyncio.to_thread(server.fail_over)
+    await run.sender.offer(sent[10:])
+    received += await receiver.pull_all(4)
+    dropped = tuple(one.sample_id for one in received[8:])
+    await asyncio.to_thread(receiver.end.report, SamplesDropped(consumer="trainer", sample_ids=dropped, reason="so"))
+    await run.hears(SamplesDropped)
+    assert [one.sample_id for one in received] == [one.sample_id for one in sent]
+    told = [type(report) for report in run.told]
+    assert (told.count(StepDone), told.count(SamplesDropped), told.count(ConsumerLost)) == (1, 1, 0)
 
 
 def entry(number: int, kind: str, data: bytes, *, epoch: str = "epoch") -> tuple[str | bytes, ...]:
@@ -290,26 +346,69 @@ class Forger:
 
 async def test_an_entry_of_another_epoch_is_ignored_and_counted(server: RedisServer, run: FedRun, join: Join) -> None:
     receiver, (sample,) = await join(), feed_samples(1)
-    Forger(server).add(*entry(2, sample_messages.SAMPLE, encode_sample(sample, run="run", epoch="old"), epoch="old"))
+    Forger(server).add(
+        *entry(2, sample_messages.SAMPLES, encode_samples([sample], run="run", epoch="old"), epoch="old")
+    )
     sent = feed_samples(1, first=50)
     await run.sender.offer(sent)
     assert [one.sample_id for one in await receiver.pull_all(1)] == [sent[0].sample_id]
     assert receiver.end.num_ignored == 1
+    await run.sender.offer(feed_samples(1, first=60))
+    await receiver.pull_all(1)  # which tells of it
+    assert run.place.figures.ignored == 1
+
+
+async def test_reports_and_joins_of_another_epoch_are_ignored_and_counted(
+    server: RedisServer, run: FedRun, join: Join
+) -> None:
+    receiver = await join()
+    Forger(server, KEYS.up("*")).add(*entry(2, sample_messages.REPORT, encoded(step_done([])), epoch="old"))
+    Forger(server, KEYS.joins).add(*entry(1, "join", b"nothing that is known", epoch="old"))
+    await receiver.report(step_done([]))
+    await run.hears(StepDone)
+    await join("late")  # read after the other one
+    assert run.place.figures.ignored == 2
+    assert len([report for report in run.told if isinstance(report, StepDone)]) == 1
+
+
+async def test_an_outage_is_told_by_the_connection_s_own_state_and_counted(server: RedisServer, run: FedRun) -> None:
+    """Whoever admits holds on at once, whatever credits are left."""
+    told: list[bool] = []
+    changed = asyncio.Event()
+
+    def tell(is_away: bool) -> None:
+        told.append(is_away)
+        changed.set()
+
+    run.place.tell(tell)
+    await asyncio.to_thread(server.kill)
+    await asyncio.wait_for(changed.wait(), PATIENCE_S)
+    assert told == [True]
+    assert run.place.is_away
+    changed.clear()
+    await asyncio.to_thread(server.start)
+    await asyncio.wait_for(changed.wait(), PATIENCE_S)
+    assert told == [True, False]
+    assert (run.place.figures.outages, run.place.figures.away_s > 0) == (1, True)
 
 
 def documents() -> dict[str, tuple[bytes, str, type[CorruptData]]]:
     """What a rank may find in its stream, and how it is told."""
     (sample,) = feed_samples(1)
-    whole = encode_sample(sample, run="run", epoch="epoch")
+    whole = encode_samples([sample], run="run", epoch="epoch")
     flipped = bytearray(whole)
     flipped[len(whole) // 2] ^= 1
     schema, newer = f'"schema":"{SCHEMA}"'.encode(), f'"schema":"{SCHEMA + 1}"'.encode()
     return {
-        "cut short": (whole[:-50], "sample 2 for 'trainer'", CorruptData),
-        "flipped": (bytes(flipped), "sample 2 for 'trainer'", CorruptData),
-        "no document": (b"sample", "sample 2 for 'trainer'", CorruptData),
-        "a newer schema": (resealed(whole.replace(schema, newer)), "schema 2, .* reads schema 1", OtherSchema),
-        "of another epoch": (encode_sample(sample, run="run", epoch="old"), "epoch old", CorruptData),
+        "cut short": (whole[:-50], "document 2 for 'trainer'", CorruptData),
+        "flipped": (bytes(flipped), "document 2 for 'trainer'", CorruptData),
+        "no document": (b"sample", "document 2 for 'trainer'", CorruptData),
+        "a newer schema": (
+            resealed(whole.replace(schema, newer)),
+            f"schema {SCHEMA + 1}, .* reads schema {SCHEMA}",
+            OtherSchema,
+        ),
+        "of another epoch": (encode_samples([sample], run="run", epoch="old"), "epoch old", CorruptData),
     }
 
 
@@ -324,23 +423,24 @@ def resealed(content: bytes) -> bytes:
 @pytest.mark.parametrize("case", documents())
 async def test_a_sample_that_cannot_be_read_is_named(server: RedisServer, run: FedRun, join: Join, case: str) -> None:
     receiver, (document, named, error) = await join(), documents()[case]
-    Forger(server).add(*entry(2, sample_messages.SAMPLE, document))
+    Forger(server).add(*entry(2, sample_messages.SAMPLES, document))
     with pytest.raises(error, match=named):
         await receiver.pull(1)
 
 
 async def test_an_entry_that_is_not_what_its_header_says_is_named(server: RedisServer, run: FedRun, join: Join) -> None:
     receiver, (sample,) = await join(), feed_samples(1)
-    document = encode_sample(sample, run="run", epoch="epoch")
-    fields = entry(2, sample_messages.SAMPLE, document)
+    document = encode_samples([sample], run="run", epoch="epoch")
+    fields = entry(2, sample_messages.SAMPLES, document)
     Forger(server).add(*fields[:-1], document[:-1])
     with pytest.raises(CorruptData, match="message 2 of the stream"):
         await receiver.pull(1)
 
 
-async def test_a_run_of_another_schema_is_told_apart_before_anything_is_taken(server: RedisServer) -> None:
-    ask(server, "SET", KEYS.open, msgspec.json.encode(OpenFeed(SCHEMA + 1, "epoch", LEASE_S)).decode())
-    with pytest.raises(OtherSchema, match="'run' hands out samples of schema 2, and this Tailrace reads schema 1"):
+@pytest.mark.parametrize("schema", [SCHEMA - 1, SCHEMA + 1])
+async def test_a_run_of_another_schema_is_told_apart_before_anything_is_taken(server: RedisServer, schema: int) -> None:
+    ask(server, "SET", KEYS.open, msgspec.json.encode(OpenFeed(schema, "epoch", LEASE_S)).decode())
+    with pytest.raises(OtherSchema, match=f"schema {schema}, and this Tailrace reads schema {SCHEMA}"):
         await Receiver.join(server.url, "trainer")
     assert ask(server, "DBSIZE") == 1
 

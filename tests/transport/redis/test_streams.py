@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -154,6 +156,19 @@ def test_a_restart_without_data_and_a_failover_that_loses_the_end_lose_nothing(e
     assert nothing(reader)
 
 
+def test_a_message_whose_reader_lost_its_connection_as_it_was_given_comes_on_the_next(ends: Ends) -> None:
+    reader = ends.ordered()
+    ends.write("one", "two")
+    assert read(reader, 1) == ["one"]
+    ends.write("three")
+    assert [entry.data for entry in ends.reader().read()] == [b"three"]  # what the same consumer was told is lost
+    assert read(reader, 1) == ["two"]
+    assert nothing(reader)
+    ask(ends.server, "CLIENT", "KILL", "TYPE", "normal")
+    assert read(reader, 1) == ["three"]
+    assert nothing(reader)
+
+
 def test_a_writer_waits_through_an_outage(ends: Ends) -> None:
     reader = ends.ordered()
     ends.write("one")
@@ -220,6 +235,36 @@ def test_entries_of_another_epoch_and_run_are_ignored_and_counted(ends: Ends) ->
     assert read(reader, 2) == ["one", "two"]
     assert nothing(reader)
     assert reader.reader.num_ignored == 4
+
+
+HOLDING = """
+import sys
+from tailrace.transport.redis.connection import RedisConnection
+from tailrace.transport.redis.streams import GroupReader, Origin
+url, key, run, epoch = sys.argv[1:]
+reader = GroupReader(RedisConnection(url), key, "readers", "dying", Origin(run, epoch))
+entries = []
+while len(entries) < 3:
+    entries += reader.read(3 - len(entries))
+reader.acknowledge(entries[:1])
+print(*(entry.number for entry in entries), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_what_a_process_held_that_was_killed_is_reclaimed_by_another(ends: Ends) -> None:
+    ends.write(*map(str, range(6)))
+    origin = ends.place.origin
+    command = [sys.executable, "-c", HOLDING, ends.server.url, ends.key, origin.run, origin.epoch]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as dying:
+        assert dying.stdout is not None
+        assert dying.stdout.readline() == b"1 2 3\n"
+        dying.kill()
+    living = GroupReader(ends.connect(), ends.key, "readers", "living", origin)
+    assert [entry.number for entry in living.reclaim(0.0)] == [2, 3]
+    assert [entry.number for entry in living.read(10)] == [4, 5, 6]
+    ends.writer.release(6)
+    assert ask(ends.server, "XLEN", ends.key) == 0
 
 
 def header_of(ends: Ends, **changes: object) -> bytes:

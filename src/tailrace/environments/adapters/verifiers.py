@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from tailrace.environments.adapters.extras import import_extra
+from tailrace.environments.adapters.verifiers_models import other_models
 from tailrace.environments.protocol import Agent, EnvironmentSpec, Policy, TaskRows
 from tailrace.environments.results import AgentResult
 from tailrace.errors import BudgetExceeded, EnvironmentFailed, RequestRefused, SettingsError
@@ -118,10 +119,7 @@ def _client_class() -> Any:
         async def get_response(self, prompt: Any, model: str, sampling_args: Any, tools: Any = None, **_: Any) -> Any:
             """One turn. What the run decides (limits, a cancelled rollout, a lost engine) passes unchanged."""
             if model != MODEL:
-                raise SettingsError(
-                    f"the environment asks for the model {model!r} beside the policy (a user simulator?), which "
-                    "Tailrace does not serve: give the environment a client of its own for it"
-                )
+                raise _asks_another("the environment", model)
             messages, _extra = await self.to_native_prompt(prompt)
             try:
                 reply = await self.get_native_response(
@@ -256,7 +254,16 @@ def _eval_rows(environment: Any) -> TaskRows:
     return rows
 
 
+def _asks_another(who: str, model: str) -> SettingsError:
+    return SettingsError(
+        f"{who} asks for the model {model!r} beside the policy (a user simulator?), which Tailrace does not serve: "
+        "give the environment a client of its own for it"
+    )
+
+
 def _refuse_what_we_cannot(environment: Any, name: str, rows: Sequence[Mapping[str, Json]]) -> None:
+    for method, model in other_models(environment, MODEL):
+        raise _asks_another(f"{name}: {method}", model)
     if environment.rubric.has_group_rewards:
         raise SettingsError(
             f"{name}: its rubric scores the rollouts of a group together, and here each is scored when it ends: "

@@ -23,6 +23,7 @@ from tailrace.gateway.dialects.fields import (
     streams_usage,
     text_of,
 )
+from tailrace.gateway.dialects.forced_calls import offered, openai_choice
 from tailrace.gateway.dialects.json_form import read_form
 from tailrace.gateway.dialects.openai_errors import openai_error
 from tailrace.gateway.dialects.protocol import Answer, ChatRequest, Dialect, Events, Failure, RequestInvalid
@@ -63,7 +64,6 @@ _NEUTRAL: Mapping[str, tuple[Json, ...]] = {
     "moderation": (),
 }
 _UNMODIFIED = "tokens are trained on under the distribution that they were sampled from, so none may be changed"
-_UNGUIDED = "calls are not guided"
 _REASONS = {
     "n": "a request is one turn; ask again for another one",
     "frequency_penalty": _UNMODIFIED,
@@ -72,7 +72,7 @@ _REASONS = {
     "logit_bias": _UNMODIFIED,
     "min_p": _UNMODIFIED,
     "top_logprobs": "engines tell the log-probability of the sampled token alone",
-    "parallel_tool_calls": f"{_UNGUIDED}: a reply may have several calls",
+    "parallel_tool_calls": "calls are not guided: a reply may have several calls",
     "modalities": "the policy writes text only",
     "audio": "the policy writes text only",
     "functions": "offer them as tools",
@@ -103,13 +103,13 @@ class ChatCompletions(Dialect):
         wants_logprobs = optional(body, "logprobs", bool) or False
         if streams and wants_logprobs:
             raise RequestInvalid("logprobs with stream is not supported: leave one of them out", parameter="logprobs")
-        tools = _tools(body)
+        tools, forced = offered(_tools(body), openai_choice(body.get("tool_choice")))
         asked = [optional(body, name, int) for name in ("max_completion_tokens", "max_tokens")]
         return ChatRequest(
             model=of_type(body.get("model", ""), str, "model"),
             messages=messages,
             tools=tools,
-            form=read_form(body.get("response_format"), "response_format", tools=tools),
+            form=read_form(body.get("response_format"), "response_format", tools=tools) or forced,
             max_tokens=min((one for one in asked if one is not None), default=None),
             temperature=number(body, "temperature"),
             top_p=number(body, "top_p"),
@@ -276,14 +276,7 @@ def _read_call(call: Json, name: str) -> ToolCall:
     }
 
 
-def _tools(body: Mapping[str, Json]) -> list[ToolSpec] | None:
-    choice = body.get("tool_choice")
-    if choice not in (None, "auto", "none"):
-        raise RequestInvalid(
-            f"tool_choice = {shown(choice)} is not supported: {_UNGUIDED}, so no call can be forced; it may be auto or "
-            "none",
-            parameter="tool_choice",
-        )
+def _tools(body: Mapping[str, Json]) -> list[ToolSpec]:
     tools = []
     for place, tool in enumerate(optional(body, "tools", list) or []):
         name = f"tools[{place}]"
@@ -292,7 +285,7 @@ def _tools(body: Mapping[str, Json]) -> list[ToolSpec] | None:
                 f"{name} is of type {shown(tool.get('type'))}: the policy calls functions only", parameter=name
             )
         tools.append(function_of(of_type(tool.get("function"), dict, f"{name}.function"), f"{name}.function"))
-    return tools if tools and choice != "none" else None
+    return tools
 
 
 def _head(kind: str, request: ChatRequest, answer_id: str, created_s: int) -> dict[str, Json]:

@@ -1,4 +1,4 @@
-"""Answers that are JSON of a schema: `response_format`, `text.format`, `output_config.format`.
+"""Answers that are JSON of a schema: `response_format`, `text.format`, `output_config.format`, forced calls.
 
 Rollouts cannot have them: their tokens are trained on under the distribution over the whole vocabulary, and a schema
 leaves a part of it at each token, a part that the trainer would have to be told. `tailrace serve` can, where its engine
@@ -24,7 +24,7 @@ def read_form(given: Json, parameter: str, *, tools: Collection[object] | None) 
     OpenAI's chat completions have the schema inside of another object, and the other dialects beside the type.
 
     >>> read_form({"type": "json_schema", "schema": {"type": "integer"}}, "text.format", tools=None)
-    JsonForm(schema='{"type":"integer"}', parameter='text.format')
+    JsonForm(schema='{"type":"integer"}', parameter='text.format', forces_calls=False)
     """
     form = {} if given is None else of_type(given, dict, parameter)
     require_known(form, read=_READ, neutral={}, within=parameter)
@@ -48,6 +48,13 @@ def read_form(given: Json, parameter: str, *, tools: Collection[object] | None) 
 
 def require_no_form(form: JsonForm | None) -> None:
     """Raise `RequestInvalid` for one that is asked of a rollout."""
+    if form is not None and form.forces_calls:
+        raise RequestInvalid(
+            f"{form.parameter} that forces a call is not supported in a rollout: its tokens are trained on under the "
+            "distribution over the whole vocabulary, so calls are not guided; it may be auto or none",
+            parameter=form.parameter,
+            code=UNSUPPORTED_VALUE,
+        )
     if form is not None:
         raise RequestInvalid(
             f"{form.parameter} of JSON is not supported in a rollout: its tokens are trained on under the distribution "

@@ -23,6 +23,7 @@ from tailrace.gateway.dialects.fields import (
     text_of,
     whole_number,
 )
+from tailrace.gateway.dialects.forced_calls import Kind, offered, refused_choice
 from tailrace.gateway.dialects.json_form import read_form
 from tailrace.gateway.dialects.protocol import ChatRequest, RequestInvalid
 from tailrace.records import Json, Message, ToolSpec
@@ -63,6 +64,7 @@ _TOOL_REASONS = {
     "input_examples": "show them in the tool's description",
     "strict": f"{_UNGUIDED}, so arguments may break the schema",
 }
+_CHOICES: Mapping[str, Kind] = {"auto": "auto", "none": "none", "any": "forced", "tool": "forced"}
 _CHOICE_NEUTRAL: Mapping[str, tuple[Json, ...]] = {"disable_parallel_tool_use": (False,)}
 _CHOICE_REASONS = {"disable_parallel_tool_use": f"{_UNGUIDED}: a reply may have several calls"}
 _LABELS = ("cache_control", "citations")
@@ -95,8 +97,7 @@ def read_request(body: Mapping[str, Json], *, counts: bool = False) -> MessagesR
     )
     messages = [*_system(body.get("system")), *_messages(body.get("messages"))]
     require_messages(messages, "messages")
-    tools = _tools(body)
-    offered = tools if _may_call(body) and tools else None
+    tools, forced = offered(_tools(body), _choice(body))
     shows, omits = _thinking(body)
     max_tokens = whole_number(body, "max_tokens", least=1)
     if max_tokens is None and not counts:
@@ -104,8 +105,8 @@ def read_request(body: Mapping[str, Json], *, counts: bool = False) -> MessagesR
     return MessagesRequest(
         model=of_type(body.get("model"), str, "model"),
         messages=messages,
-        tools=offered,
-        form=read_form(output.get("format"), "output_config.format", tools=offered),
+        tools=tools,
+        form=read_form(output.get("format"), "output_config.format", tools=tools) or forced,
         max_tokens=max_tokens,
         temperature=number(body, "temperature"),
         top_p=number(body, "top_p"),
@@ -251,13 +252,13 @@ def _tools(body: Mapping[str, Json]) -> list[ToolSpec]:
     return tools
 
 
-def _may_call(body: Mapping[str, Json]) -> bool:
+def _choice(body: Mapping[str, Json]) -> tuple[Kind, str | None]:
     choice = optional(body, "tool_choice", dict)
     if choice is None:
-        return True
+        return "auto", None
     kind = choice.get("type")
-    if kind not in ("auto", "none"):
-        why = f"{_UNGUIDED}, so no call can be forced; its type may be auto or none"
-        raise RequestInvalid(f"tool_choice = {shown(choice)} is not supported: {why}", parameter="tool_choice")
-    require_known(choice, read=("type",), neutral=_CHOICE_NEUTRAL, reasons=_CHOICE_REASONS, within="tool_choice")
-    return bool(kind == "auto")
+    if not isinstance(kind, str) or kind not in _CHOICES:
+        raise refused_choice(choice, "its type may be auto, none, any or tool")
+    read = ("type", "name") if kind == "tool" else ("type",)
+    require_known(choice, read=read, neutral=_CHOICE_NEUTRAL, reasons=_CHOICE_REASONS, within="tool_choice")
+    return _CHOICES[kind], of_type(choice.get("name"), str, "tool_choice.name") if kind == "tool" else None

@@ -55,6 +55,8 @@ class JsonForm(msgspec.Struct, frozen=True):
     """As JSON."""
     parameter: str
     """The field that asks for it."""
+    forces_calls: bool = False
+    """It is a list of calls, and no text for the client."""
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):

@@ -23,6 +23,7 @@ from tailrace.gateway.dialects.fields import (
     text_of,
     whole_number,
 )
+from tailrace.gateway.dialects.forced_calls import offered, openai_choice
 from tailrace.gateway.dialects.json_form import read_form
 from tailrace.gateway.dialects.protocol import ChatRequest, RequestInvalid
 from tailrace.records import Json, Message, ToolSpec
@@ -52,14 +53,13 @@ _NEUTRAL: Mapping[str, tuple[Json, ...]] = {
     "top_logprobs": (0,),
     "truncation": ("disabled",),
 }
-_UNGUIDED = "calls are not guided"
 _REASONS = {
     "background": "an answer comes with its own request",
     "context_management": "a conversation is never shortened here, since its tokens are trained on",
     "conversation": "send the conversation itself, or previous_response_id",
     "max_tool_calls": "no tool is called here: clients call theirs",
     "moderation": "nothing here moderates",
-    "parallel_tool_calls": f"{_UNGUIDED}: a reply may have several calls",
+    "parallel_tool_calls": "calls are not guided: a reply may have several calls",
     "prompt": "send instructions and input",
     "service_tier": "there is one tier",
     "stream_options": "events are not padded",
@@ -103,8 +103,8 @@ def read_request(body: Mapping[str, Json]) -> ResponsesRequest:
     instructions, given = optional(body, "instructions", str), _input(body.get("input"))
     require_messages(given, "input")
     own: list[Message] = [] if instructions is None else [{"role": "system", "content": instructions}]
-    tools, tool_choice = _tools(body), _tool_choice(body)
-    offered = tools if tools and tool_choice == "auto" else None
+    tools, tool_choice = _tools(body), body.get("tool_choice") or "auto"
+    may_call, forced = offered(tools, openai_choice(tool_choice))
     summary, stores = _summary(body), optional(body, "store", bool) is not False
     model = of_type(body.get("model", ""), str, "model")
     max_tokens, temperature = whole_number(body, "max_output_tokens", least=1), number(body, "temperature")
@@ -126,8 +126,8 @@ def read_request(body: Mapping[str, Json]) -> ResponsesRequest:
     return ResponsesRequest(
         model=model,
         messages=[*own, *given],
-        tools=offered,
-        form=read_form(text.get("format"), "text.format", tools=offered),
+        tools=may_call,
+        form=read_form(text.get("format"), "text.format", tools=may_call) or forced,
         max_tokens=max_tokens,
         temperature=temperature,
         top_p=top_p,
@@ -245,14 +245,6 @@ def _tools(body: Mapping[str, Json]) -> list[ToolSpec]:
         require_known(tool, read=known, neutral=_TOOL_NEUTRAL, without_effect=("strict",), within=name)
         tools.append(function_of(tool, name))
     return tools
-
-
-def _tool_choice(body: Mapping[str, Json]) -> str:
-    choice = body.get("tool_choice")
-    if choice not in (None, "auto", "none"):
-        why = f"{_UNGUIDED}, so no call can be forced; it may be auto or none"
-        raise RequestInvalid(f"tool_choice = {shown(choice)} is not supported: {why}", parameter="tool_choice")
-    return choice or "auto"
 
 
 def _summary(body: Mapping[str, Json]) -> Summary | None:

@@ -46,6 +46,12 @@ class Replica:
     """Of its weights; -1 until it was given the trainer's, whatever model it started with."""
     starved: bool = False
     """It trails the trainer by more than it may: no new requests."""
+    is_admitted: bool = True
+    """It holds weights that are new enough to serve, or did since it joined."""
+    leaves_for: str = ""
+    """Why it leaves in order: no new requests, and those it has go on elsewhere. Empty while it stays."""
+    was_there: bool = False
+    """At least once in this run."""
     statistics: EngineStatistics | None = None
     requests: int = 0
     """In flight."""
@@ -60,7 +66,9 @@ class Replica:
     @property
     def load(self) -> float:
         """For the routing policy."""
-        if self.client is None or self.client.failure is not None or self.starved or self.statistics is None:
+        if self.client is None or self.client.failure is not None or self.statistics is None:
+            return UNAVAILABLE
+        if self.starved or self.leaves_for:
             return UNAVAILABLE
         return load_of(self.statistics, self._promised_tokens)
 
@@ -72,7 +80,8 @@ class Replica:
     def join(self, client: ReplicaClient, statistics: EngineStatistics) -> None:
         """A fresh process, or a fresh connection."""
         self.client, self.statistics, self.version = client, statistics, -1
-        self.starved, self._sent, self._promised_tokens = False, 0, 0
+        self.starved, self.leaves_for, self._sent, self._promised_tokens = False, "", 0, 0
+        self.was_there = True
         self._promised.clear()
 
     def promise(self, tokens: int) -> None:

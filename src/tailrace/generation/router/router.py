@@ -5,6 +5,7 @@
                    └────────────┘ again, from prompt and everything that was streamed back
 
     weights: every replica, a share of them at once, each straight to the newest (`weights`)
+    release: no new requests, and those it has are handed back with their tokens, to go on elsewhere
 
 A call waits only for a replica that serves; the owner of the replicas calls `fail` when there will be none.
 """
@@ -15,7 +16,7 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
-from tailrace.errors import EngineFailed
+from tailrace.errors import EngineFailed, ReplicaReleased, TailraceError
 from tailrace.generation.completions import finished
 from tailrace.generation.decisions import DEFAULT_WEIGHT_POLICY, WeightPolicy
 from tailrace.generation.engines.protocol import EngineStatistics
@@ -44,10 +45,15 @@ class Router:
         awaits_weights: bool = False,
     ) -> None:
         """`awaits_weights`: replicas take no request before weights were published and installed."""
+        self.on_change: Callable[[Replica], None] = lambda replica: None
+        """Called when it may have changed whether this replica takes requests."""
         self._settings = settings
         self._awaits_weights = awaits_weights
         self._starved_at = max(1, max_staleness)
         self.replicas = [Replica(name) for name in names]
+        self._indexes = {name: index for index, name in enumerate(names)}
+        self._noticed = {name: asyncio.Event() for name in names}
+        """Set when this replica is starved, or not any more, leaves, or is empty: only what watches over it wakes."""
         self._policy: RoutingPolicy = (
             Sticky(ratio=settings.escape_ratio, slack=settings.escape_slack)
             if settings.policy == "sticky"
@@ -55,7 +61,9 @@ class Router:
         )
         self._loads = [UNAVAILABLE] * len(names)
         self.weights = WeightDistributor(
-            weights, loads_at_once=max(1, int(settings.loading_share * len(names))), on_change=self._weights_changed
+            weights,
+            loads_at_once=lambda replicas: max(1, int(settings.loading_share * replicas)),
+            on_change=self._weights_changed,
         )
         self._failure: Exception | None = None
         self._changed = asyncio.Event()
@@ -113,12 +121,14 @@ class Router:
         except EngineFailed as error:
             replica.failovers += 1
             client.fail(error)  # its engine is gone, whatever of it still answers
-            self._update()
+            self._update(replica)
             routed.fail_over(chunks, error, self._settings.max_failovers)
             return None
         finally:
             routed.client = None
             replica.requests -= 1
+            if replica.leaves_for and not replica.requests:
+                self._update(replica)
         if completion.finish_reason is not FinishReason.ABORTED:
             return completion
         routed.continue_from(completion)
@@ -137,7 +147,7 @@ class Router:
         wanted = [routed for routed in self._requests if ids is None or routed.request.request_id in ids]
         for routed in wanted:
             routed.is_interrupted = True
-        self._update()
+        self._changed.set()
         parts: dict[ReplicaClient, set[str]] = defaultdict(set)
         for routed in wanted:
             if routed.client is not None:
@@ -151,23 +161,30 @@ class Router:
     # --- replicas ------------------------------------------------------------------------------------------------
 
     async def use(self, name: str, client: ReplicaClient, statistics: EngineStatistics) -> Exception:
-        """Send requests and weights to a generator that is connected, until it fails; what ended it.
+        """Send requests and weights to a generator that is connected, until it fails or was released; what ended it.
 
-        It takes requests once it holds the newest version. Raises `TailraceError` when that cannot be installed.
+        It takes requests once it holds a version that is new enough. Raises `TailraceError` when none can be installed.
         """
-        index = self._index(name)
+        index = self._indexes[name]
         replica = self.replicas[index]
         replica.join(client, statistics)
         self._policy.forget(index)
         replica.starved = self._awaits_weights or self.weights.newest is not None
+        replica.is_admitted = not replica.starved
         ended = asyncio.ensure_future(client.failed())
         following = asyncio.create_task(
             self.weights.follow(replica, client.load_model_state_dict), name=f"weights of {name}"
         )
         starving = asyncio.create_task(self._starve(replica, client), name=f"watch over the version of {name}")
-        self._update()
+        leaving = asyncio.create_task(self._emptied(replica, client), name=f"release of {name}")
+        self._update(replica)
         try:
-            await asyncio.wait({ended, following}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({ended, following, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if leaving.done() and not ended.done():
+                try:
+                    return leaving.result()
+                except TailraceError as error:  # it hands back nothing: its requests go on from what it streamed
+                    client.fail(error)
             if following.done() and not ended.done():
                 try:
                     following.result()
@@ -176,20 +193,39 @@ class Router:
             return await ended
         finally:
             replica.client = None
-            self._update()
-            for task in (ended, following, starving):
+            self._update(replica)
+            for task in (ended, following, starving, leaving):
                 task.cancel()
-            await asyncio.gather(ended, following, starving, return_exceptions=True)
+            await asyncio.gather(ended, following, starving, leaving, return_exceptions=True)
+
+    def release(self, name: str, reason: str) -> None:
+        """Let a replica go: it takes no new requests, and those that it has go on elsewhere, with all their tokens.
+
+        `use` then ends with `ReplicaReleased`. Does nothing where it is not there.
+        """
+        replica = self.replicas[self._indexes[name]]
+        if replica.client is not None and not replica.leaves_for:
+            replica.leaves_for = reason
+            self._update(replica)
+
+    async def _emptied(self, replica: Replica, client: ReplicaClient) -> ReplicaReleased:
+        """Waits for a replica to be released, and then for its requests to be handed back. Raises `EngineFailed`."""
+        noticed = self._noticed[replica.name]
+        await wait_until(noticed, lambda: bool(replica.leaves_for))
+        while replica.requests:  # one more turn for what was on its way as it was asked
+            await client.interrupt()
+            await wait_until(noticed, lambda: not replica.requests)
+        return ReplicaReleased(f"{replica.name} left: {replica.leaves_for}")
 
     def report(self, name: str, statistics: EngineStatistics, received: int) -> None:
         """Take a replica's report: a `ReportListener`."""
-        index = self._index(name)
+        index = self._indexes[name]
         self.replicas[index].report(statistics, received)
         self._loads[index] = self.replicas[index].load
 
     def restarted(self, name: str) -> None:
         """Count a restart."""
-        self.replicas[self._index(name)].restarts += 1
+        self.replicas[self._indexes[name]].restarts += 1
 
     def fail(self, failure: Exception) -> None:
         """No replica is left and none will come: every waiting and every later call fails with `EngineFailed`."""
@@ -197,7 +233,7 @@ class Router:
         for replica in self.replicas:
             if replica.client is not None:
                 replica.client.fail(self._failure)
-        self._update()
+            self._update(replica)
 
     async def serving(self) -> None:
         """Wait until some replica takes requests. Raises `EngineFailed` when none will."""
@@ -211,26 +247,39 @@ class Router:
         Raises `EngineFailed` when no replica is left.
         """
         self.weights.publish(ref)
-        await self._until(lambda: self.weights.lowest_version >= ref.version)
+        await self._until(lambda: self.weights.is_installed(ref.version))
         return self.weights.lowest_version
 
-    def _weights_changed(self) -> None:
-        """Whether replicas hold weights that are new enough for new requests."""
-        if (newest := self.weights.newest) is not None:
-            for replica in self.replicas:
-                # One that came back must first reach the newest version; later it may trail as far as tokens may be
-                # stale.
-                replica.starved = newest.version - replica.version >= (1 if replica.starved else self._starved_at)
-        self._update()
+    def _weights_changed(self, changed: Replica | None) -> None:
+        """Whether this replica, or with None each, holds weights that are new enough for new requests."""
+        newest = self.weights.newest
+        for replica in self.replicas if changed is None else [changed]:
+            was_starved = replica.starved
+            if newest is not None:
+                replica.starved = self._is_starved(replica, newest.version)
+                replica.is_admitted = replica.is_admitted or not replica.starved
+            if replica is changed or replica.starved or was_starved:
+                self._update(replica)
+        self._changed.set()
+
+    def _is_starved(self, replica: Replica, newest: int) -> bool:
+        """It may trail as far as tokens may be stale; one that did must first reach the newest version again.
+
+        One that joins may trail as far, too, but serves nothing older than what everybody was told that all serve.
+        """
+        trails_by = newest - replica.version
+        if not replica.is_admitted:
+            return trails_by >= self._starved_at or replica.version < max(0, self.weights.installed_version)
+        return trails_by >= (1 if replica.starved else self._starved_at)
 
     async def _starve(self, replica: Replica, client: ReplicaClient) -> None:
         """Waits for a replica to be starved of weights for longer than it may be; fails it then."""
         deadline_s = self._settings.starved_deadline_s
         while True:
-            await self._until(lambda: replica.starved and self.weights.newest is not None)
+            await self._until(lambda: replica.starved and self.weights.newest is not None, replica)
             try:
                 async with asyncio.timeout(deadline_s):
-                    await self._until(lambda: not replica.starved)
+                    await self._until(lambda: not replica.starved, replica)
             except TimeoutError:
                 client.fail(
                     EngineFailed(
@@ -242,16 +291,16 @@ class Router:
 
     # --- waiting -------------------------------------------------------------------------------------------------
 
-    async def _until(self, condition: Callable[[], bool]) -> None:
-        """Wait for the condition, or raise what ended the router."""
-        await wait_until(self._changed, lambda: self._failure is not None or condition())
+    async def _until(self, condition: Callable[[], bool], of: Replica | None = None) -> None:
+        """Wait for the condition, of one replica or of the router, or raise what ended the router."""
+        changed = self._changed if of is None else self._noticed[of.name]
+        await wait_until(changed, lambda: self._failure is not None or condition())
         if self._failure is not None:
             raise EngineFailed(str(self._failure)) from self._failure
 
-    def _update(self) -> None:
-        """Which replicas take requests may have changed: wake waiters."""
-        self._loads[:] = [replica.load for replica in self.replicas]
+    def _update(self, replica: Replica) -> None:
+        """Whether it takes requests may have changed: wake waiters. The cost does not grow with other replicas."""
+        self._loads[self._indexes[replica.name]] = replica.load
+        self._noticed[replica.name].set()
         self._changed.set()
-
-    def _index(self, name: str) -> int:
-        return next(index for index, replica in enumerate(self.replicas) if replica.name == name)
+        self.on_change(replica)

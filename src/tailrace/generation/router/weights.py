@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import NoReturn, Protocol, TypeAlias
 
 from tailrace.errors import EngineFailed, TailraceError
@@ -47,33 +47,61 @@ class WeightDistributor:
         self,
         policy: WeightPolicy = DEFAULT_WEIGHT_POLICY,
         *,
-        loads_at_once: int = 1,
-        on_change: Callable[[], None] = lambda: None,
+        loads_at_once: Callable[[int], int] = lambda replicas: 1,
+        on_change: Callable[[Replica | None], None] = lambda replica: None,
     ) -> None:
-        """`on_change` is called when a version was published or installed."""
+        """`loads_at_once` says how many of so many replicas may load at the same time, one at least.
+
+        `on_change` is called when a replica installed a version, or is gone, and with None when one was published.
+        """
         self.newest: ModelStateDictRef | None = None
+        self.installed_version = -1
+        """The newest one of which was told that every replica holds it, or a newer one."""
         self.listener: WeightListener | None = None
         self._policy, self._on_change = policy, on_change
-        self._loading = asyncio.Semaphore(loads_at_once)
-        self._replicas: set[Replica] = set()
+        self._loads_at_once, self._loading = loads_at_once, 0
+        self._replicas = dict[Replica, None]()
+        self._last: tuple[Replica | None, int] = None, -1
+        """One of those that held the lowest version when that was last looked for, and which it was."""
         self._trainer_lives = 0
         self._life_of_newest = 0
         self._published_s: dict[int, float] = {}
         """When versions were published that not every replica holds."""
-        self._changed = asyncio.Event()
+        self._published = asyncio.Event()
+        self._waiting = dict[asyncio.Future[None], None]()
+        """For their turn to load, in order."""
         self._clock = asyncio.get_running_loop().time
 
     @property
     def lowest_version(self) -> int:
-        """That a replica holds; -1 where one holds no published version, or none is there."""
-        return min((replica.version for replica in self._replicas), default=-1)
+        """That a replica which serves holds; -1 where one holds no published version, or none is there.
+
+        One that joined and is not admitted yet holds nobody up.
+        """
+        last = self._find_last()
+        return -1 if last is None else last.version
+
+    def is_installed(self, version: int) -> bool:
+        """Whether `lowest_version` is that, or newer. Asked often, it mostly looks at one replica alone."""
+        return not self._holds_up(version) and self.lowest_version >= version
+
+    def _holds_up(self, version: int) -> bool:
+        """Whether the one that was last known to hold the lowest version still does, and it is older than this."""
+        last, lowest = self._last
+        return last in self._replicas and last.version == lowest and lowest < version
+
+    def _find_last(self) -> Replica | None:
+        """Of several, who joined last, since it is likely to load last."""
+        admitted = (replica for replica in reversed(self._replicas) if replica.is_admitted)
+        return min(admitted, key=lambda replica: replica.version, default=None)
 
     def publish(self, ref: ModelStateDictRef) -> None:
         """These are the weights to serve from now on, unless newer ones were published before."""
         if self.newest is None or ref.version >= self.newest.version:
             self.newest, self._life_of_newest = ref, self._trainer_lives
             self._published_s[ref.version] = self._clock()
-            self._update()
+            self._published.set()
+            self._update(None)
 
     def trainer_restarted(self) -> None:
         """What is published from now on replaces weights of the same version, too, and never those of a newer one."""
@@ -85,24 +113,50 @@ class WeightDistributor:
         Raises `EngineFailed` once the replica is of no use, and the last error when the first weights of a replica that
         holds none were tried `attempts` times: there is nothing that it could go on with.
         """
-        self._replicas.add(replica)
+        self._replicas[replica] = None
+        self._give_turns()  # more may load at once, of more
         tried, attempt, life = -1, 0, self._life_of_newest
         try:
             while True:
                 await self._newer_than(replica.version, life)
-                async with self._loading:
+                async with self._turn_to_load():
                     ref, life_of_ref = await self._newer_than(replica.version, life), self._life_of_newest
                     tried, attempt = ref.version, attempt + 1 if ref.version == tried else 1
                     error = await self._load(replica, load, ref)
                 if error is None:
                     life = life_of_ref
-                    self._update()
+                    self._update(replica)
                 else:
                     self._report(replica, ref.version, attempt, error)
                     await self._pause(ref.version, life_of_ref, attempt)
         finally:
-            self._replicas.discard(replica)
-            self._update()
+            self._replicas.pop(replica, None)
+            self._update(replica)
+
+    @contextlib.asynccontextmanager
+    async def _turn_to_load(self) -> AsyncIterator[None]:
+        """Waits until fewer load than may at once, of as many as there are now."""
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting[turn] = None
+        self._give_turns()
+        try:
+            await turn
+            yield
+        finally:
+            if turn in self._waiting:
+                del self._waiting[turn]
+            else:  # it had its turn
+                self._loading -= 1
+            self._give_turns()
+
+    def _give_turns(self) -> None:
+        """To those who wait longest: each wakes one, since all of them would ask as often as there are replicas."""
+        while self._waiting and self._loading < self._loads_at_once(len(self._replicas)):
+            turn = next(iter(self._waiting))
+            del self._waiting[turn]
+            self._loading += 1
+            if not turn.done():
+                turn.set_result(None)
 
     async def _load(self, replica: Replica, load: LoadModelStateDict, ref: ModelStateDictRef) -> TailraceError | None:
         """One attempt; the error where it failed. Raises `EngineFailed`."""
@@ -153,7 +207,7 @@ class WeightDistributor:
 
     async def _newer_than(self, version: int, life: int) -> ModelStateDictRef:
         """Wait for newer weights than these, which one life of the trainer published; the newest there are."""
-        await wait_until(self._changed, lambda: self._is_newer(version, life))
+        await wait_until(self._published, lambda: self._is_newer(version, life))
         assert self.newest is not None
         return self.newest
 
@@ -163,15 +217,19 @@ class WeightDistributor:
             return False
         return self.newest.version > version or (self.newest.version == version and self._life_of_newest > life)
 
-    def _update(self) -> None:
-        """A version was published or installed, or a replica is gone: wake who waits, and report what now serves."""
-        self._changed.set()
-        self._on_change()
-        lowest = self.lowest_version
+    def _update(self, replica: Replica | None) -> None:
+        """A version was published, or this replica installed one, or is gone: report what now serves."""
+        self._on_change(replica)  # which may admit it
+        if replica is not None and (not self._published_s or self._holds_up(min(self._published_s))):
+            return
+        last = self._find_last()
+        lowest = -1 if last is None else last.version
+        self._last = last, lowest
         serving = [version for version in self._published_s if version <= lowest]
         if serving:
             duration_s = self._clock() - self._published_s[max(serving)]
             for version in serving:
                 del self._published_s[version]
+            self.installed_version = max(self.installed_version, lowest)
             if self.listener is not None:
                 self.listener.weights_installed(lowest, duration_s)

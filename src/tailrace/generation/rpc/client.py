@@ -28,7 +28,6 @@ from tailrace.errors import CorruptData, EngineFailed, SettingsError, TransportE
 from tailrace.generation.completions import WORK_AT_ONCE, tail, work_of
 from tailrace.generation.engines.protocol import EngineStatistics
 from tailrace.generation.rpc import messages
-from tailrace.generation.rpc.keys import CurveKeys, keep_alive
 from tailrace.generation.rpc.messages import AnyCall, AnyReply, Frames, GenerateCall
 from tailrace.generation.rpc.outbox import Outbox
 from tailrace.generation.rpc.progress import ProgressDeadline
@@ -42,6 +41,7 @@ from tailrace.records import (
     RolloutId,
 )
 from tailrace.transport.channels import CLOSE_LINGER_MS, PeerMonitor
+from tailrace.transport.keys import CurveKeys, keep_alive
 from tailrace.transport.payloads.accounts import PayloadAccounts
 from tailrace.transport.weights.lending import LentWeights
 
@@ -54,6 +54,9 @@ LendWeights: TypeAlias = Callable[[ModelStateDictRef, str], AbstractContextManag
 
 ReportListener: TypeAlias = Callable[[EngineStatistics, int], None]
 """Gets the engine's statistics, and how many requests of this client had been received by then."""
+
+LeaveListener: TypeAlias = Callable[[str], None]
+"""Gets the reason for which a generator asks to be let go."""
 
 _COPIED_BYTES = 1 << 16
 
@@ -94,6 +97,7 @@ class GeneratorClient:
         lend: LendWeights | None = None,
         payloads: PayloadAccounts | None = None,
         by_value: bool = False,
+        on_leaving: LeaveListener = lambda reason: None,
     ):
         """Connect to the server at `address`, which may come later. `name` is for messages.
 
@@ -102,6 +106,7 @@ class GeneratorClient:
         """
         self._payloads, self._by_value = payloads, by_value
         self._name, self.address, self._on_report, self._lend = name, address, on_report, lend
+        self._on_leaving = on_leaving
         self._held = ""
         """Digest of the weights that the server was sent last."""
         self._ids = itertools.count()
@@ -254,13 +259,22 @@ class GeneratorClient:
             if not call.future.done():
                 call.future.set_exception(self._as_failed())
 
-    async def close(self) -> None:
+    async def close(self, reason: str = "") -> None:
         """End the server, for as long as that takes, and this client; when cancelled, this client alone."""
         try:
             with contextlib.suppress(EngineFailed):
-                await self._call(messages.CloseCall(call_id=next(self._ids)), messages.ClosedReply)
+                call = messages.CloseCall(call_id=next(self._ids), reason=reason)
+                await self._call(call, messages.ClosedReply)
         finally:
             await self.leave()
+
+    async def dismiss(self, reason: str, *, in_order: bool) -> None:
+        """Tell the server to end, and why, without waiting for that; and end this client, as `leave` does."""
+        if not self._socket.closed:
+            self._outbox.put(messages.CloseCall(call_id=next(self._ids), reason=reason, in_order=in_order))
+            self._outbox.flush()
+        self.fail(EngineFailed(reason))
+        await self.leave()
 
     async def leave(self) -> None:
         """End this client; the server stays. Leaving twice does nothing."""
@@ -366,6 +380,9 @@ class GeneratorClient:
     def _handle(self, reply: AnyReply, frames: Frames) -> None:
         if isinstance(reply, messages.ReportReply):
             self._take_report(reply)
+            return
+        if isinstance(reply, messages.LeavingReply):
+            self._on_leaving(reply.reason)
             return
         self._progress.progress()
         if isinstance(reply, messages.ErrorReply) and reply.call_id == messages.TO_ALL:

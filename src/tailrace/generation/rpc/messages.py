@@ -24,7 +24,7 @@ from tailrace.records import Completion, GenerationRequest, ModelStateDictRef, P
 from tailrace.transport.channels import decode_array
 from tailrace.transport.payloads.slabs import checked_bytes
 
-PROTOCOL = 10
+PROTOCOL = 11
 """Version of what both sides say; a hello of another one is refused."""
 
 TO_ALL = -1
@@ -91,6 +91,11 @@ class InterruptCall(_Call, frozen=True, kw_only=True):
 class CloseCall(_Call, frozen=True, kw_only=True):
     """End the generator and the server; answered when the engine is closed."""
 
+    reason: str = ""
+    """Why, for people, where somebody else started it."""
+    in_order: bool = True
+    """False where it is of no use to the client."""
+
 
 AnyCall: TypeAlias = (
     HelloCall | LeaveCall | GenerateCall | AbortCall | LoadCall | UploadCall | InterruptCall | CloseCall
@@ -113,6 +118,12 @@ class ReportReply(_Call, frozen=True, kw_only=True):
     statistics: EngineStatistics
     received: int
     """Requests of this client that had arrived by then."""
+
+
+class LeavingReply(_Call, frozen=True, kw_only=True):
+    """The generator wants to go, and asks to be let go; sent unasked."""
+
+    reason: str
 
 
 class UploadedReply(_Call, frozen=True, kw_only=True):
@@ -163,6 +174,7 @@ class ErrorReply(_Call, frozen=True, kw_only=True):
 AnyReply: TypeAlias = (
     WelcomeReply
     | ReportReply
+    | LeavingReply
     | ChunkReply
     | CompletionReply
     | LoadedReply

@@ -1,7 +1,8 @@
 """The server of a generator's process: answers calls, streams tokens back, reports its load.
 
 One task per call; the next report finds a client that went away and cancels its calls. A stand-alone server cannot be
-closed by clients, and serves one run at a time, each from the first weights.
+closed by clients, and serves one run at a time, each from the first weights. One that joined a run is closed by that
+run, and ends when it is gone.
 """
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ import numpy as np
 import zmq
 import zmq.asyncio
 
-from tailrace.errors import CorruptData, EngineFailed, SettingsError
+from tailrace.errors import CorruptData, EngineFailed, LifecycleError, SettingsError
 from tailrace.generation.engine_thread.generator import Generator
 from tailrace.generation.rpc import messages
-from tailrace.generation.rpc.keys import CurveKeys, guard, keep_alive
 from tailrace.generation.rpc.messages import AnyCall, AnyReply, Frames, GenerateCall
 from tailrace.generation.rpc.outbox import Outbox
 from tailrace.generation.rpc.uploads import UploadedModelStateDicts
 from tailrace.models.identity import ModelIdentity
 from tailrace.records import Completion, FinishReason, ModelStateDictRef
 from tailrace.tracing.phases import phase
-from tailrace.transport.channels import CLOSE_LINGER_MS
+from tailrace.transport.channels import CLOSE_LINGER_MS, received
+from tailrace.transport.keys import CurveKeys, guard, keep_alive
 from tailrace.transport.payloads.store import MemoryPayloadStore
 
 if TYPE_CHECKING:
@@ -72,13 +73,24 @@ class GeneratorServer:
         report_every_s: float = 0.5,
         stand_alone: StandAlone | None = None,
         forwarded: MemoryPayloadStore | None = None,
+        keys: CurveKeys | None = None,
+        has_joined: bool = False,
     ):
-        """`forwarded` is the generator's payload store where clients do not see it: payloads then go along."""
+        """`forwarded` is the generator's payload store where clients do not see it: payloads then go along.
+
+        With `keys`, or those of a `stand_alone` server, only clients that hold them are let in.
+        `has_joined`: the first client is the run that it joined.
+        """
+        self.closing: messages.CloseCall | None = None
+        """By which a client closed it."""
+        self.used = asyncio.Event()
+        """Once a client was let in."""
+        self._has_joined = has_joined
         self._generator, self._open, self._forwarded = generator, open_model_state_dict, forwarded
         self._model = model or ModelIdentity("")
         self._report_every_s, self._stand_alone = report_every_s, stand_alone
         self._outboxes: dict[bytes, Outbox[AnyReply]] = {}
-        keys = stand_alone.keys if stand_alone else None
+        keys = stand_alone.keys if stand_alone else keys
         self._context = zmq.asyncio.Context() if keys else zmq.asyncio.Context.instance()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.set_hwm(0)
@@ -97,6 +109,7 @@ class GeneratorServer:
         self._watching: asyncio.Task[None] | None = None
         self._failure: Exception | None = None
         self._epoch = ""
+        self._leaves_for = ""
         self._renewing, self._uploading = asyncio.Lock(), asyncio.Lock()
 
     @property
@@ -133,9 +146,15 @@ class GeneratorServer:
                 await self._generator.close()
             self.close()
 
+    def ask_to_leave(self, reason: str) -> None:
+        """Tell every client, now and later ones, that this generator wants to go; they close it once they can."""
+        self._leaves_for = reason
+        for client in [*self._clients]:
+            self._reply(client, messages.LeavingReply(call_id=messages.TO_ALL, reason=reason))
+
     async def _take(self, group: asyncio.TaskGroup) -> bool:
         """Wait for one message; false when it ends the server."""
-        client, header, *frames = await self._socket.recv_multipart()
+        client, header, *frames = await received(self._socket)
         try:
             calls = messages.unpack_calls(header)
         except CorruptData as error:
@@ -158,7 +177,11 @@ class GeneratorServer:
         task = group.create_task(self._answer(client, call, frames))
         self._tasks[client, call.call_id] = task
         task.add_done_callback(lambda _: self._tasks.pop((client, call.call_id), None))
-        return not isinstance(call, messages.CloseCall) or self._stand_alone is not None
+        return not isinstance(call, messages.CloseCall) or not self._is_closed_by_clients
+
+    @property
+    def _is_closed_by_clients(self) -> bool:
+        return self._stand_alone is None or self._has_joined
 
     def _drop(self, client: bytes) -> None:
         """The client is gone: cancel its calls."""
@@ -185,7 +208,8 @@ class GeneratorServer:
                 case messages.InterruptCall():
                     count = await self._generator.interrupt(call.request_ids)
                     reply = messages.InterruptedReply(call_id=call_id, requests=count)
-                case _ if self._stand_alone is None:
+                case messages.CloseCall() if self._is_closed_by_clients:
+                    self.closing = call
                     await self._generator.close()
                     reply = messages.ClosedReply(call_id=call_id)
                 case _:
@@ -222,6 +246,9 @@ class GeneratorServer:
             await self._begin_run(call, self._stand_alone)
         await self._generator.ready()
         self._clients.setdefault(client, _Client(call.epoch)).epoch = call.epoch
+        self.used.set()
+        if self._leaves_for:
+            self.ask_to_leave(self._leaves_for)
         return messages.WelcomeReply(
             call_id=call.call_id,
             protocol=messages.PROTOCOL,
@@ -294,7 +321,7 @@ class GeneratorServer:
         raise self._failure
 
     async def _report(self) -> None:
-        """Waits between reports; ends with the server."""
+        """Waits between reports; ends with the server. Raises `LifecycleError` once a run that it joined is gone."""
         while True:
             await asyncio.sleep(self._report_every_s)
             for client, state in [*self._clients.items()]:
@@ -304,6 +331,9 @@ class GeneratorServer:
                     continue
                 report = messages.ReportReply(call_id=messages.TO_ALL, statistics=statistics, received=state.received)
                 self._reply(client, report)
+            if self._has_joined and self.used.is_set() and not self._clients:
+                self._failure = LifecycleError("the run that this generator joined is gone")
+                raise self._failure
 
     def close(self) -> None:
         """Stop listening. `serve` does so at its end. Closing twice does nothing."""

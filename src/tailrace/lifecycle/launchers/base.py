@@ -14,6 +14,7 @@ from tailrace.child_processes import describe_exit
 from tailrace.config.restarts import RestartSettings
 from tailrace.config.shutdown import ShutdownSettings
 from tailrace.errors import LifecycleError
+from tailrace.lifecycle.cluster import ClusterPlan
 from tailrace.lifecycle.devices import visible_devices
 from tailrace.lifecycle.exit_codes import ExitCode
 from tailrace.lifecycle.roles import Role, RoleSpec
@@ -168,8 +169,14 @@ class Launcher(ABC):
     handle_class: ClassVar[type[RoleHandle]]
     runs_in_this_process: ClassVar[bool] = False
     """Whether its roles share this process's memory: what joins them are objects then, and no sockets."""
-    has_trainer_elsewhere: ClassVar[bool] = False
-    """Whether the trainer is on another machine, and shares no more with this one than Redis and the run's folder."""
+    has_roles_elsewhere: ClassVar[bool] = False
+    """Whether roles are on other machines, and share no more with this one than the run's folder, and Redis."""
+    may_grow: ClassVar[bool] = False
+    """Whether machines may have room for more roles than a run begins with."""
+    hosts_agents: ClassVar[bool] = False
+    """Whether agent workers, where a number of them is asked for, are roles, too, and no children of this process."""
+    finds_devices: ClassVar[bool] = False
+    """Whether it gives roles the GPUs that they need by itself, wherever it starts them."""
 
     def __init__(self, epoch: str, logs: Path, settings: ShutdownSettings | None = None) -> None:
         """`logs` is the folder for what roles print."""
@@ -178,6 +185,8 @@ class Launcher(ABC):
         """How long a role may give no sign of life, or be stuck."""
         self.redis: RedisPlace | None = None
         """Where roles on other machines are asked for, of a launcher that has such."""
+        self.cluster: ClusterPlan | None = None
+        """What roles need of a cluster's nodes, of a launcher that has such."""
         self.changed = asyncio.Event()
         """Set when a role leaves, or may leave."""
         self.inherited: tuple[int, ...] = ()
@@ -193,6 +202,15 @@ class Launcher(ABC):
         A role that cannot listen there says where it does when it is ready (`Role.ready`).
         """
 
+    async def reserve(self) -> None:  # noqa: B027 - most start roles on this machine alone
+        """Reach the machines that roles are to be started on, before anything else is asked. Raises `SettingsError`."""
+
+    async def place(self, name: str) -> None:  # noqa: B027 - as above
+        """Wait until there is a machine for this role, which is started next. Raises `LifecycleError`."""
+
+    async def let_go(self, name: str) -> None:  # noqa: B027 - as above
+        """This role has left and is not started again soon: another may have its place."""
+
     @classmethod
     def devices(cls) -> tuple[str, ...]:
         """Ids of the GPUs that roles can be given."""
@@ -200,12 +218,16 @@ class Launcher(ABC):
 
     # --- what its owner does -----------------------------------------------------------------------------------------
 
-    def start(self, spec: RoleSpec, *, is_replaceable: bool = False) -> RoleHandle:
-        """Start a role; `watch` ignores the end of a replaceable one. Raises `LifecycleError`, as for a taken name."""
+    def start(self, spec: RoleSpec, *, is_replaceable: bool = False, life: int = 0) -> RoleHandle:
+        """Start a role; `watch` ignores the end of a replaceable one. Raises `LifecycleError`, as for a taken name.
+
+        `life` is its number where earlier ones were started elsewhere.
+        """
         before = self._handles.get(spec.name)
         if before is not None and before.is_running:
             raise LifecycleError(f"a role named {spec.name} runs already")
         handle = self._handles[spec.name] = self._handle_class_of(spec)(spec, self, is_replaceable=is_replaceable)
+        handle.life = life - 1
         handle.start_life()
         return handle
 

@@ -21,12 +21,15 @@ from tailrace.config.shutdown import ShutdownSettings
 from tailrace.errors import LifecycleError
 from tailrace.lifecycle.heartbeats import Beat, Ready, Vigil
 from tailrace.lifecycle.launchers.base import Launcher, RoleHandle
-from tailrace.lifecycle.processes import STACKS, STACKS_S, STOP, spawn_role
+from tailrace.lifecycle.processes import STACKS_S, STOP, spawn_role
 from tailrace.lifecycle.resources import own_socket_folder
 from tailrace.lifecycle.roles import Role
+from tailrace.tracing.stacks import STACKS
 from tailrace.transport.channels import ipc_address
 
 _BEAT_EVERY_S = 0.5
+_ORPHAN_S = 15.0
+"""How long a role may take to end at most that nobody is there to kill any more."""
 _MESSAGES: msgspec.json.Decoder[Beat | Ready] = msgspec.json.Decoder(Beat | Ready)
 _TAIL_BYTES = 8192
 _TAIL_LINES = 30
@@ -44,7 +47,7 @@ class LocalHandle(RoleHandle):
                     self.spec,
                     life=role.life,
                     address=role.address,
-                    orphan_grace_s=self._launcher.settings.terminate_s,
+                    orphan_grace_s=min(self._launcher.settings.terminate_s, _ORPHAN_S),
                     output=log,
                     inherited=self._launcher.inherited,
                     beat_every_s=min(_BEAT_EVERY_S, self._launcher.restarts.silence_s / 4),

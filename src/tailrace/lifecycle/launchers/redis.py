@@ -178,7 +178,7 @@ class RemoteHandle(RoleHandle):
 class RedisLauncher(LocalLauncher):
     """A process of this machine for each role, and another machine for the trainer."""
 
-    has_trainer_elsewhere = True
+    has_roles_elsewhere = True
 
     @override
     async def close(self) -> None:

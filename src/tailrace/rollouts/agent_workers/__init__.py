@@ -5,7 +5,9 @@ The orchestrator keeps scheduling, requests and accounts: a worker that blocks, 
 rollouts that it held, each of which is told by its name; nothing that users wrote runs beside the scheduler.
 """
 
+from tailrace.rollouts.agent_workers.held import PlayedRollout
+from tailrace.rollouts.agent_workers.places import WorkerPlace
 from tailrace.rollouts.agent_workers.pool import AgentWorkers
 from tailrace.rollouts.agent_workers.watching import AgentWorkerFigures, WorkerWatch
 
-__all__ = ["AgentWorkerFigures", "AgentWorkers", "WorkerWatch"]
+__all__ = ["AgentWorkerFigures", "AgentWorkers", "PlayedRollout", "WorkerPlace", "WorkerWatch"]

@@ -34,6 +34,7 @@ class BranchData(msgspec.Struct, frozen=True, array_like=True):
     policy_versions: Int32Array  # [num_tokens]
     completion_spans: tuple[tuple[int, int], ...]
     mixed_spans: tuple[tuple[int, int], ...]
+    tool_spans: tuple[tuple[int, int], ...]
     payload_chunks: tuple[PayloadChunk, ...]
     supports: Supports | None
     columns: tuple[ColumnData, ...]
@@ -55,6 +56,7 @@ class BranchData(msgspec.Struct, frozen=True, array_like=True):
             policy_versions=branch.policy_versions,
             completion_spans=branch.completion_spans,
             mixed_spans=branch.mixed_spans,
+            tool_spans=branch.tool_spans,
             payload_chunks=branch.payload_chunks,
             supports=None if counts is None else Supports(_joined(branch.support_ids), counts),
             columns=columns_of(branch),
@@ -70,12 +72,20 @@ class BranchData(msgspec.Struct, frozen=True, array_like=True):
         for start, stop in self.completion_spans:
             if not end <= start <= stop <= len(self.token_ids):
                 raise ValueError(f"a completion from token {start} to {stop}")
-            branch.extend_context(self.token_ids[end:start])
+            self._extend_context(branch, end, start)
             branch.extend_completion(self._completion(start, stop, chunks))
             end, chunks = stop, ()
-        branch.extend_context(self.token_ids[end:])
+        self._extend_context(branch, end, len(self.token_ids))
         set_columns(branch, self.columns)
         return branch
+
+    def _extend_context(self, branch: Branch, start: int, stop: int) -> None:
+        for first, end in self.tool_spans:
+            if start <= first < end <= stop:
+                branch.extend_context(self.token_ids[start:first])
+                branch.extend_context(self.token_ids[first:end], is_tool_output=True)
+                start = end
+        branch.extend_context(self.token_ids[start:stop])
 
     def _completion(self, start: int, stop: int, chunks: tuple[PayloadChunk, ...]) -> Completion:
         return Completion(

@@ -1,7 +1,7 @@
 """Messages between the orchestrator and an agent worker: length-prefixed msgpack over a pair of sockets, no pickle.
 
 orchestrator ── Hello; Play, Score, Cancel; Answer, AnswerChunk, AnswerError; Taken; Close ──► worker
-orchestrator ◄── Ready; Ask, Withdraw; Played, Scored; Beat ─────────────────────────── worker
+orchestrator ◄── Ready; Opened; Ask, Withdraw; Played, Scored; Beat ─────────────────── worker
 
 A rollout is known by its id, a request by a number that the worker chose. Values that users' code made travel as bytes
 inside a message: they may be anything that msgpack knows, NumPy's numbers and arrays included.
@@ -75,8 +75,8 @@ class Play(_Message, frozen=True, kw_only=True):
     group_id: GroupId
     task: bytes
     sampling: SamplingParams
-    started_s: float
-    """Of the monotonic clock, which the processes of one host share."""
+    elapsed_s: float
+    """Since it was started."""
     attempt: int
     is_evaluation: bool
 
@@ -147,6 +147,14 @@ class Ready(_Message, frozen=True, kw_only=True):
     failure: Failure | None = None
     not_loaded: dict[str, Failure] = {}
     """Environments that are played elsewhere, where not all are needed."""
+
+
+class Opened(_Message, frozen=True, kw_only=True):
+    """A rollout that a client outside has claimed is open to it."""
+
+    rollout_id: RolloutId
+    told: bytes
+    """What the client is answered: see `TellClient`."""
 
 
 class Ask(_Message, frozen=True, kw_only=True):
@@ -236,7 +244,8 @@ class Failure(msgspec.Struct, frozen=True):
         kind = getattr(errors, self.kind, None)
         if not (isinstance(kind, type) and issubclass(kind, TailraceError)):
             raise CorruptData(f"an agent worker told of an unknown kind of error, {self.kind!r}: {self.message}")
-        error = kind(self.message)
+        with guarded(f"an agent worker told of a {self.kind} that says {self.message!r} and no more"):
+            error = kind(self.message)
         if isinstance(error, RolloutError):
             error.reason, error.may_pass = self.reason, self.may_pass
         return error
@@ -263,7 +272,7 @@ class _ToldFields(msgspec.Struct):
 
 
 Order: TypeAlias = Hello | Play | Score | Cancel | Answer | AnswerChunk | AnswerError | Taken | Close
-Report: TypeAlias = Ready | Ask | Withdraw | Played | Scored | Beat
+Report: TypeAlias = Ready | Opened | Ask | Withdraw | Played | Scored | Beat
 
 _ORDERS: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order, dec_hook=decode_array)
 _REPORTS: msgspec.msgpack.Decoder[Report] = msgspec.msgpack.Decoder(Report, dec_hook=decode_array)

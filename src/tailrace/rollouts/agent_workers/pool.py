@@ -5,22 +5,24 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
 from tailrace.environments import AgentResult, EnvironmentSettings
+from tailrace.environments.outside import TellClient
 from tailrace.errors import LifecycleError, SettingsError, TailraceError, WorkerLost
 from tailrace.records import Generate, Group, Rollout
 from tailrace.rollouts.agent_workers.held import PlayedRollout
 from tailrace.rollouts.agent_workers.messages import Hello, ScoredBy
+from tailrace.rollouts.agent_workers.places import LocalPlace, WorkerPlace
 from tailrace.rollouts.agent_workers.watching import AgentWorkerFigures, WorkerWatch
 from tailrace.rollouts.agent_workers.worker import AgentWorker
 from tailrace.rollouts.chat.rendering import RendererSource
 from tailrace.rollouts.endpoints import Endpoints
 from tailrace.rollouts.scoring import JudgeUsage
 from tailrace.rollouts.settings import RolloutSettings
-from tailrace.rollouts.workers.output import OutputLog
+from tailrace.tracing.output_log import OutputLog
 from tailrace.tracing.phase_totals import PhaseUsage
 from tailrace.transport.channels import wait_until
 
@@ -55,6 +57,7 @@ class AgentWorkers:
         records_experts: bool = False,
         takes_demonstrations: bool = True,
         endpoints: Endpoints | None = None,
+        places: Sequence[WorkerPlace] | None = None,
     ) -> None:
         """`environments` are loaded again in every worker from these settings; the rest is as `Rollouter` takes it."""
         self._output = None if watch.log is None else OutputLog(watch.log)
@@ -75,10 +78,11 @@ class AgentWorkers:
             trace_folder="" if watch.trace_folder is None else str(watch.trace_folder),
             trace_bytes=watch.trace_bytes,
         )
+        self._places = places or [LocalPlace(self._output)] * settings.num_agent_workers
         self._workers = []
-        for number in range(settings.num_agent_workers):
+        for number, place in enumerate(self._places):
             own = hello if endpoints is None else msgspec.structs.replace(hello, endpoints=endpoints.entry(number))
-            self._workers.append(AgentWorker(number, own, settings, generate, self._output))
+            self._workers.append(AgentWorker(number, own, settings, generate, place))
         self._keepers: list[asyncio.Task[None]] = []
         self._changed = asyncio.Event()
         self._failure: TailraceError | None = None
@@ -102,7 +106,7 @@ class AgentWorkers:
         await self._least_busy()
         return environment not in self._not_loaded
 
-    async def play(self, rollout: Rollout, *, is_evaluation: bool) -> PlayedRollout:
+    async def play(self, rollout: Rollout, *, is_evaluation: bool, tell: TellClient | None = None) -> PlayedRollout:
         """Play and score a rollout in the worker that holds the fewest; see `AgentWorker.play`.
 
         Waits for one that is there. Raises what keeps all of them from starting.
@@ -110,7 +114,7 @@ class AgentWorkers:
         worker = await self._least_busy()
         if rollout.task.environment in self._not_loaded:  # by a worker that has just been started
             raise WorkerLost(f"task {rollout.task.task_id}: {worker.name} could not load it").of_another()
-        played = await worker.play(rollout, is_evaluation=is_evaluation)
+        played = await worker.play(rollout, is_evaluation=is_evaluation, tell=tell)
         self._played += 1
         return played
 
@@ -147,6 +151,9 @@ class AgentWorkers:
         async with asyncio.TaskGroup() as closing:
             for worker in self._workers:
                 closing.create_task(worker.close())
+        async with asyncio.TaskGroup() as closing:
+            for place in self._places:
+                closing.create_task(place.close())
         if self._output is not None:
             await asyncio.to_thread(self._output.close)
 
@@ -154,6 +161,11 @@ class AgentWorkers:
         """End every worker at once, without waiting."""
         for worker in self._workers:
             worker.kill()
+
+    def write_stacks(self) -> None:
+        """Of every worker, into their log, soon."""
+        for worker in self._workers:
+            worker.write_stacks()
 
     def pids(self) -> dict[str, int]:
         """Of the processes that run now, by the names of their metrics."""
@@ -204,10 +216,27 @@ class AgentWorkers:
             self._changed.set()
 
     async def _start(self, worker: AgentWorker) -> None:
-        """Once more where the process ends meanwhile, and more often where it could be started before.
+        """Where it has been there before it is tried for as long as others play on: its node may be lost.
 
         Raises what keeps it from starting.
         """
+        while True:
+            try:
+                await self._try_to_start(worker)
+                break
+            except LifecycleError as error:
+                if not worker.restarts or not any(one.is_ready for one in self._workers):
+                    raise
+                _logger.error("%s\nOthers play on, and it is tried again in %g s.", error, LONGEST_PAUSE_S)
+                await asyncio.sleep(LONGEST_PAUSE_S)
+        for environment, failure in worker.not_loaded.items():
+            if environment not in self._not_loaded:
+                self._not_loaded.add(environment)
+                _logger.warning(_STAYS, environment, failure.message)
+        self._changed.set()
+
+    async def _try_to_start(self, worker: AgentWorker) -> None:
+        """Once more where the process ends meanwhile, and more often where it could be started before."""
         for left in reversed(range(_TRIES_AGAIN if worker.restarts else _TRIES)):
             try:
                 await worker.start()
@@ -216,8 +245,3 @@ class AgentWorkers:
                 if not left:
                     raise
                 _logger.warning("%s; it is started once more", error)
-        for environment, failure in worker.not_loaded.items():
-            if environment not in self._not_loaded:
-                self._not_loaded.add(environment)
-                _logger.warning(_STAYS, environment, failure.message)
-        self._changed.set()

@@ -39,6 +39,7 @@ from tailrace.rollouts.agent_workers.messages import (
     Close,
     Failure,
     Hello,
+    Opened,
     PhaseTaken,
     Play,
     Played,
@@ -65,7 +66,9 @@ from tailrace.rollouts.scoring.judge import Chat
 from tailrace.rollouts.settings import RolloutSettings
 from tailrace.rollouts.workers.pool import WorkerPool
 from tailrace.tracing.lag import LoopLagMonitor
+from tailrace.tracing.log_files import log_to_stderr
 from tailrace.tracing.phases import OTHER, PhaseRecorder, phase
+from tailrace.tracing.stacks import write_stacks_when_asked
 from tailrace.tracing.traces import TraceWriter
 from tailrace.tracing.watched_tasks import watching_task_factory
 
@@ -108,6 +111,7 @@ class AgentWorkerProcess:
 
     async def run(self) -> None:
         """Until the orchestrator closes."""
+        write_stacks_when_asked()
         loop = asyncio.get_running_loop()
         self._hello: asyncio.Future[Hello] = loop.create_future()
         self._closed = asyncio.Event()
@@ -318,7 +322,7 @@ class AgentWorkerProcess:
             order.group_id,
             task,
             order.sampling,
-            started_s=order.started_s,
+            started_s=asyncio.get_running_loop().time() - order.elapsed_s,
             attempt=order.attempt,
         )
         policy = self._player.policy(rollout, environment, is_evaluation=order.is_evaluation)
@@ -328,7 +332,7 @@ class AgentWorkerProcess:
                 await self._attempts.run(
                     self._attempt(rollout, policy, environment, outcome),
                     what=f"task {task.task_id}: rollout {order.rollout_id}",
-                    limit_s=environment.timeout_s,
+                    limit_s=environment.deadline_s,
                     stop=policy.stop,
                 )
         except asyncio.CancelledError:
@@ -342,7 +346,11 @@ class AgentWorkerProcess:
         self, rollout: Rollout, policy: RolloutPolicy, environment: LoadedEnvironment, outcome: _Outcome
     ) -> None:
         task = rollout.task
-        outcome.reported = await _uninterrupted(self._player.play(rollout, policy, environment), task)
+
+        def tell(told: bytes) -> None:
+            self._connection.send(Opened(rollout_id=rollout.rollout_id, told=told))
+
+        outcome.reported = await _uninterrupted(self._player.play(rollout, policy, environment, tell=tell), task)
         if not environment.spec.scores_rollouts:
             return
         try:
@@ -405,7 +413,7 @@ def main() -> int:
     for descriptor in (end_number, stacks, *segments):
         os.set_inheritable(descriptor, False)
     faulthandler.enable(stacks)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    log_to_stderr()
     selector = _OwnSelector()
     os.register_at_fork(after_in_child=lambda: _disconnect((end_number, stacks), selector))
     loop = asyncio.SelectorEventLoop(selector)

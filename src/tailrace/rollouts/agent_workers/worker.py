@@ -11,19 +11,14 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 import signal
-import socket
-import sys
-import tempfile
-from asyncio.subprocess import Process
-from contextlib import nullcontext, suppress
-from typing import IO, Any, NoReturn
+from contextlib import suppress
+from typing import Any, NoReturn
 
 import msgspec
-import psutil
 
 from tailrace.environments import AgentResult
+from tailrace.environments.outside import TellClient
 from tailrace.errors import CorruptData, LifecycleError, TailraceError, WorkerLost
 from tailrace.records import Completion, Generate, Group, Rollout
 from tailrace.rollouts.agent_workers.blame import MARK_BYTES, blamed
@@ -41,6 +36,7 @@ from tailrace.rollouts.agent_workers.messages import (
     Close,
     Failure,
     Hello,
+    Opened,
     Play,
     Played,
     Ready,
@@ -54,13 +50,11 @@ from tailrace.rollouts.agent_workers.messages import (
     unpack_report,
     unpack_told,
 )
-from tailrace.rollouts.agent_workers.segments import BranchReader
+from tailrace.rollouts.agent_workers.places import ProcessEnd, WorkerPlace, WorkerProcess
 from tailrace.rollouts.agent_workers.watching import BeatSums
 from tailrace.rollouts.deadline import CANCEL_S
 from tailrace.rollouts.scoring import JudgeUsage
 from tailrace.rollouts.settings import RolloutSettings
-from tailrace.rollouts.workers.output import OutputLog
-from tailrace.rollouts.workers.starting import worker_environment
 from tailrace.tracing.phases import phase
 
 CLOSE_S = 5.0
@@ -81,19 +75,19 @@ class AgentWorker:
     """One of the workers. `start` and `ended` again and again; `play` in between."""
 
     def __init__(
-        self, number: int, hello: Hello, settings: RolloutSettings, generate: Generate, output: OutputLog | None
+        self, number: int, hello: Hello, settings: RolloutSettings, generate: Generate, place: WorkerPlace
     ) -> None:
         self.name = f"agent worker {number}"
         self.restarts = 0
         self.beats = BeatSums()
         self.not_loaded: dict[str, Failure] = {}
         """Environments that the newest process could not load, and does not need to."""
-        self._hello, self._settings, self._generate, self._output = hello, settings, generate, output
+        self._hello, self._settings, self._generate, self._place = hello, settings, generate, place
         self._held: dict[str, Held] = {}
         """By the rollout's id, or the score's key."""
         self._numbers = itertools.count(1)
         """Of what it is told to play and score."""
-        self._process: Process | None = None
+        self._process: WorkerProcess | None = None
         self._ends: list[asyncio.Task[Any]] = []
         """Wait for the end of the process, and of its socket."""
         self._thread_id = 0
@@ -117,9 +111,8 @@ class AgentWorker:
 
     @property
     def pid(self) -> int | None:
-        """Of its process, where there is one."""
-        process = self._process
-        return None if process is None or process.returncode is not None else process.pid
+        """Of its process, where there is one on this machine."""
+        return None if self._process is None else self._process.pid
 
     # ---- its process
 
@@ -132,12 +125,10 @@ class AgentWorker:
         self._ready: asyncio.Future[Ready] = loop.create_future()
         self._gone = asyncio.Event()
         self._killed_for, self._heard = "", False
-        self._last_words: IO[bytes] = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - closed in `_let_go`
-        self._last_words.write(bytes(MARK_BYTES))
-        self._branches = BranchReader()
         limit_s = self._settings.worker_start_timeout_s
-        process = self._process = await self._spawn()
-        self._ends = [loop.create_task(process.wait()), loop.create_task(self._gone.wait())]
+        self._connection = Connection(self._receive, self._gone.set)
+        process = self._process = await self._place.start(self._connection)
+        self._ends = [loop.create_task(process.ended()), loop.create_task(self._gone.wait())]
         self._connection.send(msgspec.structs.replace(self._hello, name=self.name))
         silence = loop.create_task(self._watch_silence())
         try:
@@ -172,22 +163,25 @@ class AgentWorker:
             silence.cancel()
         self._kill("it closed its socket")
         self._connection.abort()
-        status = await process.wait()
+        end = await process.ended()
         await asyncio.wait(self._ends)
-        self._last_words.seek(0)
-        last_words = self._last_words.read()
-        number = blamed(last_words)
+        number = blamed(end.last_words)
         to_blame = next((held for held in self._held.values() if held.number == number), None)
-        lost = WorkerLost(self._why(status, last_words[MARK_BYTES:], to_blame))
+        lost = WorkerLost(self._why(end, to_blame))
         self.has_blamed = to_blame is not None
         await self._lose_all(lost, to_blame)
-        self._let_go()
+        process.close()
         self._process = None
         return lost
 
     def kill(self) -> None:
         """End the process at once, without waiting, also where it is stopped."""
         self._kill("the run ends at once")
+
+    def write_stacks(self) -> None:
+        """Write where its threads stand and its tasks wait into its log, soon."""
+        if self._is_ready and self._process is not None:  # before it is, a signal may end it
+            self._process.write_stacks()
 
     async def close(self) -> None:
         """End the process; where it does not end by itself, it is killed."""
@@ -196,34 +190,13 @@ class AgentWorker:
             self._connection.send(Close())
             with suppress(TimeoutError):
                 async with asyncio.timeout(CLOSE_S):
-                    await process.wait()
+                    await process.ended()
             self._kill("it did not end")
             self._connection.abort()
             await asyncio.wait(self._ends)
             await self._lose_all(WorkerLost(f"{self.name} was closed"))
-            self._let_go()
+            process.close()
             self._process = None
-
-    async def _spawn(self) -> Process:
-        """A process in a group of its own, with one end of a pair of sockets."""
-        ours, its = socket.socketpair()
-        with its, nullcontext() if self._output is None else self._output.writer() as log:
-            self._connection = await Connection.over(ours, self._receive, self._gone.set)
-            passed = (its.fileno(), self._last_words.fileno(), *self._branches.files)
-            try:
-                return await asyncio.create_subprocess_exec(
-                    sys.executable,
-                    *("-m", "tailrace.rollouts.agent_workers.process", *map(str, passed)),
-                    stdin=asyncio.subprocess.DEVNULL,
-                    stderr=log,
-                    start_new_session=True,
-                    pass_fds=passed,
-                    env=worker_environment(),
-                )
-            except BaseException:
-                self._connection.abort()
-                self._let_go()
-                raise
 
     async def _watch_silence(self) -> NoReturn:
         """Kill a process that says nothing since it is stopped, or for very long although it ends itself when held."""
@@ -234,34 +207,28 @@ class AgentWorker:
             silences = 0 if self._heard else silences + 1  # counted, since this event loop may have been held itself
             self._heard = False
             is_too_long = self._is_ready and silences >= _LONG_SILENCES  # to start has a limit of its own
-            if is_too_long or (silences >= _SILENCES and self._is_stopped()):
+            if is_too_long or (silences >= _SILENCES and self._is_stopped):
                 self._kill(f"it said nothing for {silences * limit_s / _SILENCES:g} s, as a process that is stopped")
 
+    @property
     def _is_stopped(self) -> bool:
-        """Whether the process is there and does not run (SIGSTOP)."""
-        try:
-            return self.pid is not None and psutil.Process(self.pid).status() == psutil.STATUS_STOPPED
-        except psutil.NoSuchProcess:
-            return False
+        return self._process is not None and self._process.is_stopped
 
     def _kill(self, why: str) -> None:
         """End the process group at once, with whatever users' code started in it."""
         if self._process is None:
             return
-        if self._process.returncode is None:
+        if not self._process.has_ended:
             self._killed_for = self._killed_for or why
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.kill()
 
-    def _let_go(self) -> None:
-        """Of what only that process wrote."""
-        self._last_words.close()
-        self._branches.close()
-
-    def _why(self, status: int, last_words: bytes, to_blame: Held | None) -> str:
+    def _why(self, end: ProcessEnd, to_blame: Held | None) -> str:
         """Why it ended, for people."""
+        status, last_words = end.status, end.last_words[MARK_BYTES:]
         words = LastWords.read(last_words.decode(errors="replace"), self._thread_id)
         at_what = "" if to_blame is None else f" while it ran {to_blame.what}"
+        if end.lost_with:
+            return f"{self.name} is lost: {end.lost_with}"
         if self._killed_for:
             return f"{self.name} was killed{at_what}: {self._killed_for}"
         how = f"died of {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
@@ -279,9 +246,10 @@ class AgentWorker:
 
     # ---- rollouts
 
-    async def play(self, rollout: Rollout, *, is_evaluation: bool) -> PlayedRollout:
+    async def play(self, rollout: Rollout, *, is_evaluation: bool, tell: TellClient | None = None) -> PlayedRollout:
         """Play it there, and fill it with what was sampled, also where it is lost.
 
+        `tell` answers the client outside that has claimed it, and is told where that is.
         Cancelling this ends the rollout there, and its requests here. Raises `WorkerLost`, and what else was raised.
         """
         task, number = pack_task(rollout.task), next(self._numbers)
@@ -294,11 +262,12 @@ class AgentWorker:
                 group_id=rollout.group_id,
                 task=task,
                 sampling=rollout.sampling,
-                started_s=rollout.started_s,
+                elapsed_s=asyncio.get_running_loop().time() - rollout.started_s,
                 attempt=rollout.attempt,
                 is_evaluation=is_evaluation,
             ),
         )
+        held.tell = tell
         try:
             played = await asyncio.shield(held.ended)
         except asyncio.CancelledError:
@@ -403,6 +372,10 @@ class AgentWorker:
                     self._ready.set_result(report)
             case Beat():
                 self.beats.add(report)
+            case Opened():
+                held = self._held.get(report.rollout_id)
+                if held is not None and held.tell is not None:
+                    held.tell(report.told)
             case Ask():
                 self._ask(report)
             case Withdraw():
@@ -421,9 +394,10 @@ class AgentWorker:
     def _with_branches(self, played: Played) -> Played:
         """With those that lie in shared memory; lost where they are not what was written there."""
         assert played.placed is not None  # else the message has them
+        assert self._process is not None  # which sent it
         try:
             with phase("receive_rollout"):
-                return msgspec.structs.replace(played, branches=self._branches.read(played.placed))
+                return msgspec.structs.replace(played, branches=self._process.read_branches(played.placed))
         except CorruptData as error:
             lost = WorkerLost(f"rollout {played.rollout_id}: {self.name}: {error}")
             return msgspec.structs.replace(played, failure=Failure.of(lost))

@@ -42,8 +42,8 @@ from tailrace.rollouts.workers.messages import (
     answer_decoder,
     pack,
 )
-from tailrace.rollouts.workers.output import OutputLog
 from tailrace.rollouts.workers.starting import worker_environment
+from tailrace.tracing.output_log import OutputLog
 
 CANCELLED_CALL_S = 1.0
 """Seconds that a call has to return once its rollout was cancelled; then its worker process is killed."""

@@ -19,7 +19,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from tailrace.training.losses.protocol import LossTokens, PointwiseLoss
-from tailrace.training.losses.ratios import ratios, weighted_logprobs
+from tailrace.training.losses.ratios import ratios, weighted
 from tailrace.training.settings.losses import AipoSettings
 
 
@@ -33,7 +33,7 @@ class Aipo(PointwiseLoss):
     def with_derivative(self, logprobs: Tensor, tokens: LossTokens) -> tuple[Tensor, Tensor, Tensor]:
         """See the module."""
         slope = -self.importance_weights(logprobs, tokens) * tokens.advantages
-        return weighted_logprobs(slope, logprobs), slope, torch.ones_like(logprobs, dtype=torch.bool)
+        return weighted(slope, logprobs), slope, torch.ones_like(logprobs, dtype=torch.bool)
 
     def importance_weights(self, logprobs: Tensor, tokens: LossTokens) -> Tensor:
         """min(r, C)."""

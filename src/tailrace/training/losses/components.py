@@ -1,10 +1,11 @@
 r"""What is added to the loss of rewards, each with a divisor of its own.
 
-    L = Σ_t ℓ_t / D  +  Σ_c κ_c Σ_t ℓ^c_t / D_c
+    L = Σ_t ℓ_t / D  +  Σ_c κ_c Σ_t w^c_t ℓ^c_t / D_c
 
 ℓ is the loss that settings name, 0 where it or a mask rejects the token, and where the token bears none; D is its
-`Divisor`. κ_c, ℓ^c and D_c are the coefficient, the loss and the planned tokens of component c. Every D is of the whole
-batch, over all rows and ranks. A token that ℓ rejects still counts in components.
+`Divisor`. κ_c, w^c, ℓ^c and D_c are the coefficient, the weights, the loss and the planned tokens of component c: those
+that bear it and whose weight is not 0. Every D is of the whole batch, over all rows and ranks. A token that ℓ rejects
+still counts in components.
 
 Most components judge a token by its log-probability; one may judge it by those of k candidates in its place.
 """
@@ -22,6 +23,7 @@ from typing_extensions import override
 
 from tailrace.records import BatchRow, BatchSummary, BoolArray
 from tailrace.training.losses.protocol import CandidateLoss, Loss, LossTokens, PointwiseLoss
+from tailrace.training.losses.ratios import weighted
 from tailrace.training.settings.components import CrossEntropySettings, DistillationSettings, ReferenceKlSettings
 
 
@@ -33,8 +35,18 @@ class Component(ABC):
     """Of which it is made; their `coefficient` is κ."""
 
     def planned(self, batch: BatchSummary) -> int:
-        """D: how many tokens of the whole batch bear it; those that bear the loss of rewards, unless it says."""
-        return batch.loss_tokens
+        """D: how many tokens of the whole batch bear it; those that bear the loss of rewards and have a weight, unless
+        it says."""
+        return batch.weighted_tokens(f"{self.name}_weights")
+
+    def weights(self, tokens: LossTokens) -> Tensor | None:
+        """[num_loss_tokens]: w, in the column that is named after it; None: 1 throughout."""
+        return tokens.columns.get(f"{self.name}_weights")
+
+    def weighs(self, tokens: LossTokens) -> Tensor:
+        """[num_loss_tokens], bool: which of those that bear the loss of rewards have a weight, and so bear it."""
+        weights = self.weights(tokens)
+        return tokens.reward_mask if weights is None else tokens.reward_mask & (weights != 0)
 
     def bears(self, row: BatchRow) -> BoolArray | None:
         """[num_tokens of the row]: which tokens bear it, where others may than those that bear the loss of rewards."""
@@ -51,19 +63,33 @@ class TokenComponent(Component, PointwiseLoss):
     """Of the sampled token: `with_derivative` is without its coefficient, and not divided by anything."""
 
     @abstractmethod
+    def of_token(self, logprobs: Tensor, tokens: LossTokens) -> tuple[Tensor, Tensor]:
+        """ℓ^c without its weight, and the derivative by `logprobs`; both [num_loss_tokens], without gradient."""
+
+    @override
+    def with_derivative(self, logprobs: Tensor, tokens: LossTokens) -> tuple[Tensor, Tensor, Tensor]:
+        """Each times its weight; a token without one bears nothing, whatever it is."""
+        loss, derivative = self.of_token(logprobs, tokens)
+        if (weights := self.weights(tokens)) is not None:
+            weights = weights.to(logprobs.dtype)
+            loss, derivative = weighted(weights, loss), weighted(weights, derivative)
+        return loss, derivative, self.weighs(tokens)
+
+    @abstractmethod
     def measure(self, logprobs: Tensor, tokens: LossTokens) -> Tensor:
         """[num_loss_tokens], of which `training/<name>` is the mean over the tokens that it keeps. Without gradient."""
 
 
 class CandidateComponent(Component, CandidateLoss):
-    """Of candidates in its place, as `with_derivatives` says, which is as bare; `training/<name>` is its mean."""
+    """Of candidates in its place, as `with_derivatives` says, which is as bare, and without its weights;
+    `training/<name>` is its mean."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScaledCandidates:
-    """A loss of candidates with what it is multiplied by, coefficient and divisor together."""
+    """A loss of candidates with what it is multiplied by beside its weights: coefficient and divisor together."""
 
-    loss: CandidateLoss
+    loss: CandidateComponent
     factor: float
 
 

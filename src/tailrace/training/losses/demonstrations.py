@@ -25,7 +25,6 @@ from typing_extensions import override
 from tailrace.records import CROSS_ENTROPY_WEIGHTS, BatchRow, BatchSummary, BoolArray
 from tailrace.training.losses.components import TokenComponent
 from tailrace.training.losses.protocol import LossTokens
-from tailrace.training.losses.ratios import weighted_logprobs
 from tailrace.training.settings.components import CrossEntropySettings
 
 
@@ -47,17 +46,25 @@ class CrossEntropy(TokenComponent):
         return None if weights is None else np.asarray(weights != 0)
 
     @override
-    def with_derivative(self, logprobs: Tensor, tokens: LossTokens) -> tuple[Tensor, Tensor, Tensor]:
+    def weights(self, tokens: LossTokens) -> Tensor:
+        given = tokens.columns.get(CROSS_ENTROPY_WEIGHTS)
+        return torch.zeros_like(tokens.logprobs) if given is None else given
+
+    @override
+    def weighs(self, tokens: LossTokens) -> Tensor:
+        return self.weights(tokens) != 0
+
+    @override
+    def of_token(self, logprobs: Tensor, tokens: LossTokens) -> tuple[Tensor, Tensor]:
         """See the module."""
-        weights = _weights(logprobs, tokens)
-        return -weighted_logprobs(weights, logprobs), -weights, (weights != 0) & (logprobs != -math.inf)
+        return -logprobs, -torch.ones_like(logprobs)
+
+    @override
+    def with_derivative(self, logprobs: Tensor, tokens: LossTokens) -> tuple[Tensor, Tensor, Tensor]:
+        loss, derivative, kept = TokenComponent.with_derivative(self, logprobs, tokens)  # slots have no `super()`
+        return loss, derivative, kept & (logprobs != -math.inf)
 
     @override
     def measure(self, logprobs: Tensor, tokens: LossTokens) -> Tensor:
         """-log π, whatever the weights."""
         return -logprobs
-
-
-def _weights(logprobs: Tensor, tokens: LossTokens) -> Tensor:
-    weights = tokens.columns.get(CROSS_ENTROPY_WEIGHTS)
-    return torch.zeros_like(logprobs) if weights is None else weights.to(logprobs.dtype)

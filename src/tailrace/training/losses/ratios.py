@@ -33,6 +33,6 @@ def excess(logarithms: Tensor) -> Tensor:
     return logarithms.clamp(max=_LARGEST_LOGARITHM[logarithms.dtype]).expm1()
 
 
-def weighted_logprobs(weights: Tensor, logprobs: Tensor) -> Tensor:
-    """w log π, [num_loss_tokens]; 0 where w is, also where π is: the limit of r log π."""
-    return torch.where(weights == 0, 0.0, weights * logprobs)
+def weighted(weights: Tensor, values: Tensor) -> Tensor:
+    """w x of each token; 0 where w is, also where x is infinite: of r log π that is the limit."""
+    return torch.where(weights == 0, 0.0, weights * values)

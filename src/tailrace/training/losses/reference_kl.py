@@ -18,8 +18,8 @@ al. 2024, arXiv:2402.03300, eq. 4). `unbiased` is the "unbiased KL estimate" of 
 arXiv:2512.02556): differentiated through r too, it is the gradient of KL(π ‖ π_ref) for tokens that any μ sampled, at
 the states that it came to.
 
-The reference is at the temperature of each token's sample, as the policy is. Every planned token counts, those too that
-a mask or the loss rejects.
+The reference is at the temperature of each token's sample, as the policy is. Every planned token with a weight (1,
+unless the column `reference_kl_weights` says) counts, those too that a mask or the loss rejects.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from typing_extensions import override
 
 from tailrace.training.losses.components import TokenComponent
 from tailrace.training.losses.protocol import LossTokens
-from tailrace.training.losses.ratios import excess, ratios, weighted_logprobs
+from tailrace.training.losses.ratios import excess, ratios, weighted
 from tailrace.training.settings.components import ReferenceKlSettings
 
 REFERENCE_LOGPROBS = "reference_logprobs"
@@ -42,13 +42,13 @@ REFERENCE_LOGPROBS = "reference_logprobs"
 
 @dataclass(frozen=True, slots=True)
 class ReferenceKl(TokenComponent):
-    """One of the estimators of each token; it keeps all that bear a loss of rewards."""
+    """One of the estimators of each token."""
 
     name: ClassVar = "reference_kl"
     settings: ReferenceKlSettings
 
     @override
-    def with_derivative(self, logprobs: Tensor, tokens: LossTokens) -> tuple[Tensor, Tensor, Tensor]:
+    def of_token(self, logprobs: Tensor, tokens: LossTokens) -> tuple[Tensor, Tensor]:
         """See the module."""
         difference = _difference(logprobs, tokens)
         match self.settings.estimator:
@@ -60,9 +60,9 @@ class ReferenceKl(TokenComponent):
                 loss, derivative = excess(difference) - difference, -excess(difference)
             case "unbiased":
                 ratio = ratios(logprobs, tokens)
-                derivative = -weighted_logprobs(ratio, difference)
+                derivative = -weighted(ratio, difference)
                 loss = ratio * excess(difference) + derivative
-        return loss, derivative, tokens.reward_mask
+        return loss, derivative
 
     @override
     def measure(self, logprobs: Tensor, tokens: LossTokens) -> Tensor:

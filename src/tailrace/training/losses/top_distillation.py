@@ -1,10 +1,10 @@
 r"""On-policy distillation from what a teacher finds likely: a divergence at every place where the policy sampled.
 
-    L = 1/N Σ_t d(π, q)
+    L = 1/N Σ_t w_t d(π, q)
 
-over the N planned tokens. With S the teacher's k likeliest tokens there, q and π the probabilities that teacher and
-policy give to them, and one bucket, 0, for all other tokens, q_0 = 1 - Σ_{i ∈ S} q_i and π_0 = 1 - Σ_{i ∈ S} π_i, each
-with ε added, d is
+over the N planned tokens with a weight w_t (1, unless the column `distillation_weights` says). With S the teacher's k
+likeliest tokens there, q and π the probabilities that teacher and policy give to them, and one bucket, 0, for all other
+tokens, q_0 = 1 - Σ_{i ∈ S} q_i and π_0 = 1 - Σ_{i ∈ S} π_i, each with ε added, d is
 
     divergence   added per token                          its derivative by log π_i, i ∈ S
     reverse      Σ_{i ∈ S ∪ {0}} π_i log(π_i / q_i)       π_i (log(π_i / q_i) - log(π_0 / q_0))
@@ -34,7 +34,7 @@ from typing_extensions import override
 from tailrace.records import TEACHER_TOP_IDS, TEACHER_TOP_LOGPROBS
 from tailrace.training.losses.components import CandidateComponent
 from tailrace.training.losses.protocol import LossTokens
-from tailrace.training.losses.ratios import weighted_logprobs
+from tailrace.training.losses.ratios import weighted
 from tailrace.training.settings.components import DistillationSettings
 
 _BUCKET_FLOOR = 1e-5
@@ -65,8 +65,8 @@ class TopDistillation(CandidateComponent):
             losses = -(teacher * difference).sum(1) - teacher_bucket * bucket_difference
             derivatives = (teacher_bucket / policy_bucket)[:, None] * policy - teacher
         else:
-            losses = weighted_logprobs(policy, difference).sum(1) + policy_bucket * bucket_difference
-            derivatives = weighted_logprobs(policy, difference - bucket_difference[:, None])
+            losses = weighted(policy, difference).sum(1) + policy_bucket * bucket_difference
+            derivatives = weighted(policy, difference - bucket_difference[:, None])
         return losses.where(tokens.reward_mask, 0.0), derivatives
 
 

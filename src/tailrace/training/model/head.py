@@ -157,7 +157,7 @@ def _apply_loss(
     losses, kept = loss(logprobs, entropy, tokens)
     losses = losses.where(kept, 0.0)
     if judged is not None:
-        losses = losses + candidate_losses * judged.factor
+        losses = losses + candidate_losses * judged.factors(candidate_losses)
     columns = (losses, kept, logprobs, entropy, candidate_losses)
     return LossOutput(losses.sum(), *(column.detach() for column in columns))
 
@@ -168,13 +168,18 @@ class _JudgedCandidates:
 
     loss: CandidateLoss
     factor: float
+    weights: Tensor | None
     tokens: LossTokens
 
     @classmethod
     def of(cls, loss: Loss, tokens: LossTokens) -> _JudgedCandidates | None:
         """None where `loss` has none."""
         chosen = candidates_of(loss)
-        return None if chosen is None else cls(chosen.loss, chosen.factor, tokens)
+        return None if chosen is None else cls(chosen.loss, chosen.factor, chosen.loss.weights(tokens), tokens)
+
+    def factors(self, like: Tensor, where: slice = slice(None)) -> Tensor:
+        """[chunk], or one for all: what the losses are multiplied by, in the type of `like`."""
+        return like.new_full((), self.factor) if self.weights is None else self.weights[where].to(like) * self.factor
 
     def judge(self, logits: Tensor, normaliser: Tensor, where: slice) -> tuple[Tensor, Tensor, Tensor]:
         """Of the tokens of a chunk, by their `logits` [chunk, vocabulary] and log-sum-exps `normaliser` [chunk].
@@ -191,7 +196,7 @@ class Products(Protocol):
     """The head's matrix products; a processor may have faster ones than torch."""
 
     def product(self, rows: Tensor, matrix: Tensor) -> Tensor:
-        """`rows` [num_rows, inputs] times the transpose of `matrix` [outputs, inputs]."""
+        """`rows` [num_rows, inputs] times the transpose of `matrix` [outputs, inputs], in their type or a wider one."""
 
     def add_outer_product(self, total: Tensor, grads: Tensor, inputs: Tensor) -> None:
         """To `total` the transpose of `grads` [num_rows, outputs] times `inputs` [num_rows, inputs].
@@ -205,6 +210,8 @@ class TorchProducts(Products):
 
     @override
     def product(self, rows: Tensor, matrix: Tensor) -> Tensor:
+        if rows.is_cuda and rows.dtype is torch.bfloat16:  # else sums would be rounded that a GPU has in float32
+            return torch.mm(rows, matrix.t(), out_dtype=torch.float32)
         return rows @ matrix.t()
 
     @override
@@ -329,9 +336,10 @@ class _PointwiseHead(torch.autograd.Function):
             slope = shares = derivatives.where(keeps, 0.0)[:, None] * scales
             if judged is not None:
                 token_ids, candidate_losses[where], slopes = judged.judge(logits, normaliser, where)
-                losses[where] += candidate_losses[where] * judged.factor
+                factors = judged.factors(losses, where)
+                losses[where] += candidate_losses[where] * factors
                 targets = torch.cat((targets, token_ids), dim=1)
-                shares = torch.cat((slope, slopes * (scales * judged.factor)), dim=1)
+                shares = torch.cat((slope, slopes * (scales * factors.unsqueeze(-1))), dim=1)
                 slope = shares.sum(1, keepdim=True)
             found.add(where, probabilities.mul_(-slope).scatter_add_(1, targets, shares), bend)
 

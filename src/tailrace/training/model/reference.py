@@ -60,7 +60,10 @@ def load_frozen(name: str, policy: PolicyModel, settings: TrainerSettings) -> Po
     model = load_causal_lm(name, dtype="float32", device=settings.device)
     model.requires_grad_(requires_grad=False)
     frozen = PolicyModel(
-        model, dtype=settings.dtype, head_dtype=settings.head_dtype, native_kernels=settings.native_kernels
+        model,
+        dtype=settings.chosen_dtype,
+        head_dtype=settings.chosen_head_dtype,
+        native_kernels=settings.native_kernels,
     )
     if (policy.packs and not frozen.packs) or (frozen.pads_segments and not policy.pads_segments):
         raise ModelError(

@@ -37,23 +37,31 @@ from tailrace.training.settings.trainer import ExportFormat
 Columns: TypeAlias = Mapping[str, NDArray[np.generic] | Sequence[str]]
 
 _REMEMBERED_TEXTS = 1 << 18
+_GROUP_TOKENS = 1 << 16
+"""Readers skip groups in which a rollout is not."""
 _log = logging.getLogger(__name__)
 
 
 class TokenExport:
     """The files of one rank."""
 
-    def __init__(self, folder: Path, tokenizer: Tokenizer, form: ExportFormat, *, rank: int = 0) -> None:
+    def __init__(
+        self, folder: Path, tokenizer: Tokenizer, form: ExportFormat, *, rank: int = 0, every_steps: int = 1
+    ) -> None:
         """`tokenizer` tells the texts. Raises `SettingsError` where Parquet cannot be written here."""
         if form == "parquet" and importlib.util.find_spec("pyarrow") is None:
             raise SettingsError(
                 'trainer.export_tokens = "parquet" needs pyarrow: pip install "tailrace[parquet]", or choose "jsonl"'
             )
-        self._folder, self._form, self._rank = folder, form, rank
+        self._folder, self._form, self._rank, self._every_steps = folder, form, rank, every_steps
         self._text = lru_cache(_REMEMBERED_TEXTS)(lambda token_id: tokenizer.decode([token_id], False))
         self._rows: list[Columns] = []
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="token-export")
         self._writing: Future[None] | None = None
+
+    def wants(self, step: int) -> bool:
+        """Whether the step's tokens are exported."""
+        return step % self._every_steps == 0
 
     def add(self, row: BatchRow, output: LossOutput, positions: NDArray[np.int64], rewarded: LossOutput) -> None:
         """Copy what the step made of a row: `output` is of its tokens at `positions`, all that are trained.
@@ -132,7 +140,7 @@ def _write_parquet(path: Path, columns: Columns) -> None:
     from pyarrow import parquet
 
     table = pyarrow.table({name: pyarrow.array(column) for name, column in columns.items()})
-    parquet.write_table(table, path, compression="zstd")
+    parquet.write_table(table, path, compression="zstd", row_group_size=_GROUP_TOKENS)
 
 
 def _write_lines(path: Path, columns: Columns) -> None:

@@ -8,7 +8,7 @@ that a model's own code runs unchanged and hands over queries, keys and values o
 
 On CPU one call over a padded group is several times faster than a call per segment. Padding lies to the right, where
 causal attention cannot see it, so no mask is needed either. On a GPU in 16 bits the row goes to torch's variable-length
-kernel as it is, and no group is made.
+kernel as it is, and no group is made; where samples share prefixes, it is laid out in full around that kernel.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 from tailrace.errors import ModelError
 from tailrace.training.rows.row_sharing import RowCut
-from tailrace.training.rows.shared_prefixes import SharedPrefixes
+from tailrace.training.rows.shared_prefixes import PrefixCopies, SharedPrefixes
 
 PACKED_ATTENTION = "tailrace_packed"
 """Name of this attention in transformers' interface (`model.set_attn_implementation`)."""
@@ -86,6 +86,8 @@ class Segments:
     """[num_segments + 1], int32."""
     restore: Tensor
     """[num_tokens]: where each token of the row lies among the groups' real tokens, one group after the other."""
+    copies: PrefixCopies | None = None
+    """Without groups: where the kernel finds tokens that several segments begin with; None: none do."""
 
     @classmethod
     def of(cls, lengths: Sequence[int], shared: SharedPrefixes | None = None, *, padded: bool = True) -> Segments:
@@ -109,6 +111,7 @@ class Segments:
             position_ids=torch.from_numpy(position_ids[computed])[None],
             offsets=torch.from_numpy(starts.astype(np.int32)),
             restore=torch.from_numpy(restore),
+            copies=None if padded or shared is None else PrefixCopies.of(shared),
         )
 
 
@@ -153,7 +156,9 @@ def packed_attention(
 def _attend_row(rows: tuple[Tensor, ...], segments: Segments, rule: Rule) -> Tensor:
     """[num_tokens, heads, head_size] of all segments."""
     if not segments.groups:
-        return _attend_ragged(rows, segments, rule)
+        if (copies := segments.copies) is None:
+            return _attend_ragged(rows, segments, rule)
+        return copies.take(_attend_ragged(tuple(map(copies.spread, rows)), segments, rule))
     outputs = [_attend_group(rows, group, rule) for group in segments.groups]
     return (outputs[0] if len(outputs) == 1 else torch.cat(outputs))[segments.restore]
 

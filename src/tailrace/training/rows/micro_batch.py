@@ -57,21 +57,22 @@ class MicroBatch:
     ) -> MicroBatch:
         """Prepare a row for a trainer that holds policy `version`; to a GPU it goes in one copy.
 
-        `padded` says whether attention needs padded segments (`PolicyModel.pads_segments`). On a CPU samples share
-        equal prefixes, and `routed_experts` are not copied; unknown ones may be filled in, in place. With `group`, this
-        is the slice of one of the ranks that share the row, and has the loss tokens that it predicts. Raises
-        `TrainingError` for a sample whose first token bears loss, since nothing predicts it, and for a token outside
-        its own support.
+        `padded` says whether attention needs padded segments (`PolicyModel.pads_segments`). Samples share equal
+        prefixes: all of them on a CPU; on a GPU where attention takes rows as they are, and enough is saved. On a CPU
+        `routed_experts` are not copied; unknown ones may be filled in, in place. With `group`, this is the slice of one
+        of the ranks that share the row, and has the loss tokens that it predicts. Raises `TrainingError` for a sample
+        whose first token bears loss, since nothing predicts it, and for a token outside its own support.
         """
         token_ids, lengths = row.token_ids, row.sample_lengths.tolist()
         positions = _loss_positions(row, row.loss_mask if others is None else row.loss_mask | others)
         if group is not None and (missing := group.size - len(token_ids)) > 0:  # a sample that bears no loss
             token_ids, lengths = np.append(token_ids, np.zeros(missing, np.int32)), [*lengths, missing]
             routed_experts = None if routed_experts is None else _lengthened(routed_experts, missing)
-        # A GPU's variable-length kernel needs each segment's keys and values side by side. Sharing there would gather
-        # them in every layer, and add up their gradients by atomics: not the same bits twice.
         on_cpu = torch.device(device).type == "cpu"
-        shared = share_prefixes(token_ids, lengths, routed_experts) if on_cpu else None
+        # On a GPU a padded group's gradients would be added up by atomics: not the same bits twice.
+        shared = share_prefixes(token_ids, lengths, routed_experts) if on_cpu or not padded else None
+        if shared is not None and not (padded or shared.saves_enough):
+            shared = None
         if shared is not None and group is not None and np.count_nonzero(shared.computed) < group.size:
             shared = None
         if shared is not None and routed_experts is not None:

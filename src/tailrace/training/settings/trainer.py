@@ -11,6 +11,7 @@ from tailrace.models.devices import DeviceIds
 from tailrace.training.settings.lora import LoraSettings
 from tailrace.training.settings.losses import ClippedRatioSettings, DecoupledPpoSettings, LossSettings
 
+ComputeDtype: TypeAlias = Literal["float32", "bfloat16"]
 ExportFormat: TypeAlias = Literal["parquet", "jsonl"]
 
 
@@ -58,13 +59,16 @@ class TrainerSettings(BaseModel):
         description="Optimizer steps on each batch, every one over all of it; weights are published after the last.",
     )
     max_grad_norm: float = Field(default=1.0, gt=0, description="Gradients are scaled down to this norm, at most.")
-    dtype: Literal["float32", "bfloat16"] = Field(
-        default="float32", description="Forward and backward compute; bfloat16 is autocast, over float32 weights."
+    dtype: ComputeDtype | None = Field(
+        default=None,
+        description="Forward and backward compute; bfloat16 is autocast, over float32 weights. Unset: bfloat16 on a"
+        " GPU, float32 on a CPU.",
     )
-    head_dtype: Literal["float32", "bfloat16"] = Field(
-        default="float32",
-        description="Compute of logits under dtype = bfloat16; float32 keeps log-probabilities close to the"
-        " generator's.",
+    head_dtype: ComputeDtype | None = Field(
+        default=None,
+        description="Products of the head under dtype = bfloat16; float32 keeps log-probabilities close to those of a"
+        " generator that computes logits so. Unset: bfloat16 on a GPU, which adds up to float32 logits, float32 on a"
+        " CPU.",
     )
     device: str = Field(default="cpu", description="Where the trainer computes: cpu, cuda, cuda:1, ...")
     devices: DeviceIds = Field(
@@ -148,6 +152,20 @@ class TrainerSettings(BaseModel):
         " the last one, and 20 times as long as it took.",
     )
     keep_checkpoints: int = Field(default=2, ge=1, description="Newest checkpoints kept; older ones are deleted.")
+
+    @property
+    def chosen_dtype(self) -> ComputeDtype:
+        """`dtype`, or what follows from the device."""
+        return self.dtype or self._fastest_dtype
+
+    @property
+    def chosen_head_dtype(self) -> ComputeDtype:
+        """`head_dtype`, or what follows from the device."""
+        return self.head_dtype or self._fastest_dtype
+
+    @property
+    def _fastest_dtype(self) -> ComputeDtype:
+        return "bfloat16" if self.device.startswith("cuda") else "float32"
 
     @property
     def rank_names(self) -> list[str]:

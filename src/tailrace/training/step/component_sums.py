@@ -31,8 +31,8 @@ class ComponentSums:
                 losses, _, kept = component.with_derivative(output.logprobs, tokens)
                 measures = component.measure(output.logprobs, tokens)
             else:
-                losses = measures = output.candidate_losses
-                kept = tokens.reward_mask
+                measures, weights, kept = output.candidate_losses, component.weights(tokens), component.weighs(tokens)
+                losses = measures if weights is None else measures * weights.to(measures.dtype)
             columns += [losses.where(kept, 0.0).double(), kept.double(), measures.where(kept, 0.0).double()]
         values = torch.stack(columns, dim=1).view(-1, len(self._components), 3)
         if self._sums is None:

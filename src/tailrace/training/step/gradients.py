@@ -87,6 +87,7 @@ class GradientPasses:
         sums = LossSums(self._loss, self._divisor, batch.origins.environments, borne, version)
         rows = self.rows(batch)
         rounds = max(self._ranks.gather(len(rows)))
+        exports = exports and self._export is not None and self._export.wants(batch.summary.step)
         self._objective = self._objective_of(batch.summary, rows, rounds, version)
         with self._ranks.exchanging():
             for row in rows:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -58,7 +59,7 @@ class LossSums:
         self._environments, self._version = tuple(environments), version
         self._names: tuple[str, ...] = ()
         self._sums: Tensor | None = None  # [num_environments, num_names], float64: float32 cannot count that far
-        self._ratio_max: Tensor | None = None
+        self._maxima: Tensor | None = None  # [num_environments, 2], float64: of ratios and ages
 
     def add(self, output: LossOutput, micro_batch: MicroBatch) -> None:
         """Add one micro-batch, of tokens that bear the loss of rewards; `output` is without components.
@@ -90,13 +91,13 @@ class LossSums:
             columns |= self._measured.token_metrics(output.logprobs, tokens)
         columns |= self._weight_columns(output, micro_batch)
         self._names = tuple(columns)
-        ratio_max = ratio.max() if len(ratio) else ratio.new_zeros(())  # none in a slice of context alone
-        if self._sums is None or self._ratio_max is None:
-            shape = max(1, len(self._environments)), len(columns)
-            self._sums, self._ratio_max = torch.zeros(shape, dtype=torch.float64, device=ratio.device), ratio_max
+        if self._sums is None or self._maxima is None:
+            zeros = torch.zeros(max(1, len(self._environments)), 1, dtype=torch.float64, device=ratio.device)
+            self._sums, self._maxima = zeros.repeat(1, len(columns)), zeros.repeat(1, 2)
         values = torch.stack([column.double() for column in columns.values()], dim=1)
         self._sums.index_add_(0, micro_batch.environments, values)
-        self._ratio_max = torch.maximum(self._ratio_max, ratio_max)
+        largest = torch.stack([ratio.double(), columns["age"].double()], dim=1)
+        self._maxima.scatter_reduce_(0, micro_batch.environments[:, None].expand(-1, 2), largest, "amax")
 
     def add_components(self, output: LossOutput, micro_batch: MicroBatch) -> None:
         """Add what components say of all tokens of one micro-batch."""
@@ -107,15 +108,15 @@ class LossSums:
         if ranks.size == 1:
             return
         own: list[Any] | None = None
-        if self._sums is not None and self._ratio_max is not None:
-            own = [self._names, self._sums.tolist(), float(self._ratio_max)]
+        if self._sums is not None and self._maxima is not None:
+            own = [self._names, self._sums.tolist(), self._maxima.tolist()]
         told: list[list[Any]] = ranks.gather([own, self._added.told()])
         self._added.join([added for _, added in told])
         if parts := [part for part, _ in told if part is not None]:
-            names, sums, ratios = zip(*parts, strict=True)
+            names, sums, maxima = zip(*parts, strict=True)
             self._names = tuple(names[0])
             self._sums = torch.tensor(sums, dtype=torch.float64).sum(0)
-            self._ratio_max = torch.tensor(ratios).max()
+            self._maxima = torch.tensor(maxima, dtype=torch.float64).amax(0)
 
     def _weight_columns(self, output: LossOutput, micro_batch: MicroBatch) -> dict[str, Tensor]:
         """Weights and their squares, of which an effective sample size is made; a rejected token weighs nothing."""
@@ -140,23 +141,25 @@ class LossSums:
         return metrics | added, kept
 
     def _read_rewards(self, batch: BatchSummary) -> tuple[dict[str, float], int]:
-        if self._sums is None or self._ratio_max is None:
+        if self._sums is None or self._maxima is None:
             return {"training/loss": 0.0}, batch.loss_tokens
-        *totals, ratio_max = torch.cat([self._sums.flatten(), self._ratio_max[None].double()]).tolist()
-        width = len(self._names)
-        rows = [totals[start : start + width] for start in range(0, len(totals), width)]
-        each = [dict(zip(self._names, row, strict=True)) for row in rows]
+        rows: list[list[float]] = torch.cat([self._sums, self._maxima], dim=1).tolist()
+        each = [dict(zip(self._names, row[:-2], strict=True)) for row in rows]
+        maxima = [row[-2:] for row in rows]
         whole = {name: sum(sums[name] for sums in each) for name in self._names}
         if not whole["tokens"]:
             return {"training/loss": 0.0}, batch.loss_tokens
         kept = batch.loss_tokens - int(whole["rejected"])
         divisor = max(self._divisor.final(batch, kept), 1)
+        ratio_max = float(np.max([ratio for ratio, _ in maxima]))  # NaN where one is
         metrics = _figures(whole) | {"training/loss": whole["loss"] / divisor, "training/ratio_max": ratio_max}
-        for environment, sums in zip(self._environments, each, strict=False):
-            metrics |= self._of_environment(environment, sums)
+        for environment, sums, largest in zip(self._environments, each, maxima, strict=False):
+            metrics |= self._of_environment(environment, sums, *largest)
         return metrics, kept
 
-    def _of_environment(self, environment: str, sums: Mapping[str, float]) -> dict[str, float]:
+    def _of_environment(
+        self, environment: str, sums: Mapping[str, float], ratio_max: float, age_max: float
+    ) -> dict[str, float]:
         """Figures of the tokens of one environment, under its name."""
         if not sums["tokens"]:
             return {}
@@ -165,6 +168,8 @@ class LossSums:
         divisor = self._divisor.of(planned, planned - rejected, sequences)
         told[f"training/{environment}/loss"] = sums["loss"] / max(divisor, 1)
         told[f"training/{environment}/staleness"] = sums["age"] / sums["tokens"]
+        told[f"training/{environment}/staleness_max"] = age_max
+        told[f"training/{environment}/ratio_max"] = ratio_max
         for name, value in _figures(sums).items():
             key = name.removeprefix("training/")
             if key in OF_ENVIRONMENTS or key.startswith("rejected_share/"):

@@ -32,9 +32,11 @@ from tailrace.transport.channels import (
     OpenChannel,
     decode,
     encode,
+    received,
     wait_until,
 )
 from tailrace.transport.events.log import EventLog, MemoryEventLog, remember
+from tailrace.transport.keys import CurveKeys
 
 _logger = logging.getLogger(__name__)
 
@@ -77,10 +79,13 @@ class EventLogServer:
     Any role may append and follow, the trainer's ranks among them, so one socket serves many clients.
     """
 
-    def __init__(self, log: MemoryEventLog, address: str) -> None:
+    def __init__(self, log: MemoryEventLog, address: str, keys: CurveKeys | None = None) -> None:
+        """With `keys` only clients that hold them are let in."""
         self._log = log
         self._socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.SNDHWM, 0)
+        if keys:
+            keys.apply_to_server(self._socket)
         try:
             self._socket.bind(address)
         except zmq.ZMQError as error:
@@ -105,7 +110,7 @@ class EventLogServer:
     async def _serve(self) -> None:
         """Waits for requests; ends with the server. A request that cannot be decoded gets no answer."""
         while True:
-            client, *frames = await self._socket.recv_multipart()
+            client, *frames = await received(self._socket)
             try:
                 request: _Request = decode(b"".join(frames), _Request)  # type: ignore[arg-type]
             except TransportError:

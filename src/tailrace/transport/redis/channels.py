@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 from typing_extensions import override
 
@@ -70,7 +70,21 @@ class RedisFigures:
     restored: int
     """Times that it had lost a part of a stream, which was written again."""
     ignored: int
-    """Entries of other starts of the run that were read."""
+    """Entries of other starts of the run that were read: here, or by a rank of an outside trainer that told so."""
+
+
+class RedisUser(Protocol):
+    """What writes and reads streams, and is counted in the figures of its process."""
+
+    @property
+    def times_restored(self) -> int:
+        """How often Redis had lost something that it wrote."""
+        ...
+
+    @property
+    def num_ignored(self) -> int:
+        """Entries that it read, of other starts of the run."""
+        ...
 
 
 @dataclass(slots=True)
@@ -82,7 +96,7 @@ class RedisPlace:
     outage_s: float = 60.0
     prefix: str = "tailrace"
     _listeners: list[Callable[[bool], None]] = field(default_factory=list)
-    _channels: list[RedisChannel] = field(default_factory=list)
+    _users: list[RedisUser] = field(default_factory=list)
     _failure: TransportError | None = None
     _has_failed: asyncio.Event = field(default_factory=asyncio.Event)
     _num_away: int = 0
@@ -104,8 +118,8 @@ class RedisPlace:
         return RedisFigures(
             self._outages,
             away_s,
-            restored=sum(channel.times_restored for channel in self._channels),
-            ignored=sum(channel.num_ignored for channel in self._channels),
+            restored=sum(user.times_restored for user in self._users),
+            ignored=sum(user.num_ignored for user in self._users),
         )
 
     def address(self, name: str) -> str:
@@ -154,8 +168,12 @@ class RedisPlace:
             on_body=on_body,
             keeps=keeps,
         )
-        self._channels.append(channel)
+        self.count(channel)
         return channel
+
+    def count(self, user: RedisUser) -> None:
+        """From now on its figures are among this process's."""
+        self._users.append(user)
 
     @property
     def open_keeping_channel(self) -> OpenChannel:

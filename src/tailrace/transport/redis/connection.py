@@ -251,6 +251,8 @@ def _make(url: str, answers_s: float) -> _Wire:
         from redis.backoff import NoBackoff
         from redis.connection import ConnectionPool
         from redis.retry import Retry
+
+        from tailrace.transport.redis.replies import ReplyParser
     except ImportError as error:
         raise SettingsError(
             "Redis needs the package redis: pip install 'tailrace[redis]'", key=("transport", "redis")
@@ -259,7 +261,8 @@ def _make(url: str, answers_s: float) -> _Wire:
     if not url.startswith("unix:"):
         timeouts |= {"socket_connect_timeout": answers_s, "socket_keepalive": True}
     try:
-        pool = ConnectionPool.from_url(url, protocol=2, retry=Retry(NoBackoff(), 0), **timeouts)
+        retry = Retry(NoBackoff(), 0)
+        pool = ConnectionPool.from_url(url, protocol=2, retry=retry, parser_class=ReplyParser, **timeouts)
         return cast("_Wire", pool.make_connection())
     except (ValueError, TypeError) as error:
         message = f"transport.redis.url is no address of Redis ({without_password(url)}): {error}"

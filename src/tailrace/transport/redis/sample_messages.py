@@ -3,7 +3,7 @@
     tailrace:RUN:samples:open         who looks for a run finds it here: epoch, schema, lease; gone when the run is
     tailrace:RUN:samples:name:NAME    the token of the rank that has this name, for as long as it renews it
     tailrace:RUN:samples:joins        stream: ranks that want to be let in
-    tailrace:RUN:samples:TOKEN:down   stream, the orchestrator's: welcome, sample, stop, closed
+    tailrace:RUN:samples:TOKEN:down   stream, the orchestrator's: welcome, samples, stop, closed
     tailrace:RUN:samples:TOKEN:up     stream, the rank's: hello, pull, report, left
     tailrace:RUN:samples:TOKEN:heard  number of the last message of `up` that was heard
 
@@ -25,16 +25,24 @@ from tailrace.records import (
     StepDone,
     TrainingBegan,
     TrainingOver,
+    WeightsOffered,
     WeightsWritten,
 )
 
-WELCOME, SAMPLE, STOP, CLOSED = "welcome", "sample", "stop", "closed"
+WELCOME, SAMPLES, STOP, CLOSED = "welcome", "samples", "stop", "closed"
 """Kinds of messages down: nothing, a document of the codec, a `StopRequested`, a reason."""
 HELLO, PULL, REPORT, LEFT = "hello", "pull", "report", "left"
 """Kinds of messages up: nothing, a `Pull`, an `OwnReport`, nothing."""
 
 OwnReport: TypeAlias = (
-    SamplesWanted | SamplesDropped | TrainingBegan | StepDone | WeightsWritten | CheckpointSaved | TrainingOver
+    SamplesWanted
+    | SamplesDropped
+    | TrainingBegan
+    | StepDone
+    | WeightsWritten
+    | WeightsOffered
+    | CheckpointSaved
+    | TrainingOver
 )
 """What a rank tells by itself; the other reports are told by what carries samples."""
 
@@ -62,6 +70,8 @@ class Pull(msgspec.Struct, frozen=True):
     count: int
     seen: int
     """Number of the last message that it read."""
+    ignored: int = 0
+    """Entries of another run or epoch that it passed over, in all."""
 
 
 @dataclass(frozen=True, slots=True)

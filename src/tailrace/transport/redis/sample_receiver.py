@@ -12,6 +12,7 @@ import logging
 import threading
 import time
 import uuid
+from collections import deque
 from collections.abc import Iterator
 
 import msgspec
@@ -24,7 +25,7 @@ from tailrace.transport.redis.connection import RedisConnection, require_redis
 from tailrace.transport.redis.entries import Entry, Message
 from tailrace.transport.redis.sample_messages import FeedKeys, Join, OpenFeed, OwnReport, Pull
 from tailrace.transport.redis.streams import GroupReader, OrderedReader, Origin, StreamWriter, claim_name
-from tailrace.transport.samples.codec import SCHEMA, decode_sample
+from tailrace.transport.samples.codec import SCHEMA, decode_samples
 
 _logger = logging.getLogger(__name__)
 
@@ -32,8 +33,8 @@ _WAIT_S = 1.0
 """Within which a wait notices what another thread found."""
 _LOOK_S = 0.2
 """Between two looks for a run that is not there yet, or for a name that may become free."""
-_READ_AHEAD = 64
-"""Samples that are fetched at once."""
+_READ_AHEAD = 4
+"""Documents that are fetched at once."""
 _ENCODER = msgspec.msgpack.Encoder()
 
 
@@ -65,6 +66,8 @@ class RedisSampleReceiver:
         self._ended = threading.Event()
         self._lock = threading.Lock()
         self._asked = self._seen = 0
+        self._ready: deque[StreamedSample] = deque()
+        """Read, and more than a `pull` asked for."""
         try:
             require_redis(url)
             self._open = self._wait_for_run(patience_s)
@@ -93,21 +96,20 @@ class RedisSampleReceiver:
     def pull(self, at_most: int) -> list[StreamedSample] | StopRequested:
         """As `SampleReceiver.pull`. Raises `CorruptData` and `OtherSchema` for a sample that cannot be read, too."""
         self._require_alive()
-        if self._stop is None and at_most > self._asked:
-            self._tell(sample_messages.PULL, Pull(at_most - self._asked, self._seen))
-            self._asked = at_most
-        samples: list[StreamedSample] = []
+        if self._stop is None and at_most > self._asked + len(self._ready):
+            more = at_most - self._asked - len(self._ready)
+            self._tell(sample_messages.PULL, Pull(more, self._seen, self.num_ignored))
+            self._asked += more
         entries: list[Entry] = []
-        while self._stop is None and len(samples) < at_most:
-            entry = self._next(0.0 if samples else _WAIT_S)
-            if entry is None and samples:
+        while self._stop is None and len(self._ready) < at_most:
+            entry = self._next(0.0 if self._ready else _WAIT_S)
+            if entry is None and self._ready:
                 break
             if entry is not None:
                 entries.append(entry)
-                samples += self._take(entry)
+                self._take(entry)
         self._reader.acknowledge(*entries)
-        self._asked -= len(samples)
-        return self._stop or samples
+        return self._stop or [self._ready.popleft() for _ in range(min(at_most, len(self._ready)))]
 
     def report(self, report: OwnReport) -> None:
         """As `SampleReceiver.report`."""
@@ -220,11 +222,13 @@ class RedisSampleReceiver:
             self._seen = entry.number
         return entry
 
-    def _take(self, entry: Entry) -> list[StreamedSample]:
-        """The sample that it brings, if it brings one."""
+    def _take(self, entry: Entry) -> None:
+        """What it brings."""
         match entry.kind:
-            case sample_messages.SAMPLE:
-                return [self._checked(decode_sample(entry.data, name=f"sample {entry.number} for {self.name!r}"))]
+            case sample_messages.SAMPLES:
+                samples = decode_samples(entry.data, name=f"document {entry.number} for {self.name!r}")
+                self._ready += map(self._checked, samples)
+                self._asked -= len(samples)
             case sample_messages.STOP:
                 with guarded("a request to stop is not what was agreed on"):
                     self._stop = msgspec.msgpack.decode(entry.data, type=StopRequested)
@@ -235,7 +239,6 @@ class RedisSampleReceiver:
                 pass
             case kind:
                 raise CorruptData(f"a message for the rank {self.name!r} is of an unknown kind {kind[:40]!r}")
-        return []
 
     def _checked(self, sample: StreamedSample) -> StreamedSample:
         if (sample.origin.run, sample.origin.epoch) != (self._run, self.epoch):

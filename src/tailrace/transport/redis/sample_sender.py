@@ -41,15 +41,13 @@ from tailrace.transport.redis.connection import Command, RedisConnection, raised
 from tailrace.transport.redis.entries import Entry
 from tailrace.transport.redis.sample_messages import FeedKeys, Join, OpenFeed, OwnReport, Pull
 from tailrace.transport.redis.streams import GroupReader, OrderedReader, StreamWriter
-from tailrace.transport.samples.codec import SCHEMA, encode_sample
+from tailrace.transport.samples.codec import SCHEMA, take_document
 from tailrace.transport.samples.stream import SampleSender
 
 _CLOSE_S = 5.0
 """How long the last words may take."""
 _WAIT_S = 2.0
 """Within which a thread that waits for messages notices that its rank is gone."""
-_AT_ONCE = 16
-"""Samples in a pipeline: the rank reads these while the next are encoded."""
 _ENCODER = msgspec.msgpack.Encoder()
 _PULLS = msgspec.msgpack.Decoder(Pull)
 _REPORTS: msgspec.msgpack.Decoder[OwnReport] = msgspec.msgpack.Decoder(OwnReport)
@@ -64,15 +62,25 @@ class _Rank:
     token: str
     writer: StreamWriter
     listening: RedisConnection
+    reader: GroupReader
     seen_s: float
     room: int = 0
     """Samples that it asked for and was not given."""
     has: set[SampleId] = field(default_factory=set)
     """That it was given, and nobody released."""
+    outbox: deque[FeedSample] = field(default_factory=deque)
+    """Of these, what is not written yet: the event loop adds to it, and the thread that writes takes."""
     heard: int = 0
+    told_ignored: int = 0
+    """Entries of other runs and epochs that it passed over."""
     has_left: bool = False
     """It said so, and waits for nothing but to be heard."""
     is_gone: bool = False
+
+    @property
+    def num_ignored(self) -> int:
+        """By it, and of those that seemed to come from it."""
+        return self.told_ignored + self.reader.num_ignored
 
 
 class RedisSampleSender(SampleSender):
@@ -91,8 +99,13 @@ class RedisSampleSender(SampleSender):
         self._closed: str | None = None
         self._changed = asyncio.Event()
         self._writing, self._watching = place.connect(), place.connect()
+        self._counted_at = 0
+        """Of the connection's times, when leases were last counted: a rank renews nothing while Redis is away."""
         self._writes = ThreadPoolExecutor(1, thread_name_prefix="tailrace-samples")
         self._ending = threading.Event()
+        self._joins = GroupReader(self._watching, self._keys.joins, "orchestrator", "orchestrator", self._origin)
+        self._restored_of_lost = self._ignored_of_lost = 0
+        place.count(self)
         self._start(self._watch, "tailrace-ranks")
 
     # --- the orchestrator's end --------------------------------------------------------------------------------------
@@ -143,6 +156,16 @@ class RedisSampleSender(SampleSender):
             connection.close()
         self._writes.shutdown(wait=False)
 
+    @property
+    def times_restored(self) -> int:
+        """How often Redis had lost something that was for a rank."""
+        return self._restored_of_lost + sum(rank.writer.times_restored for rank in self._ranks.values())
+
+    @property
+    def num_ignored(self) -> int:
+        """Entries of other runs and epochs, passed over here or by ranks, as far as these have told."""
+        return self._joins.num_ignored + self._ignored_of_lost + sum(rank.num_ignored for rank in self._ranks.values())
+
     # --- handing out, on the event loop ------------------------------------------------------------------------------
 
     def _hand_out(self) -> None:
@@ -153,8 +176,9 @@ class RedisSampleSender(SampleSender):
                 samples = [self._offered.pop(sample_id) for sample_id in ids]
                 rank.room -= len(ids)
                 rank.has.update(ids)
+                rank.outbox += samples
                 self._report(SamplesTaken(consumer=rank.name, sample_ids=tuple(ids)))
-                self._in_thread(partial(self._write_samples, rank, samples))
+                self._in_thread(partial(self._write_samples, rank))
 
     def _join(self, join: Join) -> None:
         """Let a rank in, that has its name."""
@@ -164,7 +188,9 @@ class RedisSampleSender(SampleSender):
         if known is not None:
             self._lose(known, "another rank has its name now")
         writer = StreamWriter(self._writing, self._keys.down(join.token), self._origin)
-        rank = _Rank(join.name, join.token, writer, self._place.connect(), time.monotonic())
+        listening = self._place.connect()
+        reader = GroupReader(listening, self._keys.up(join.token), "orchestrator", "orchestrator", self._origin)
+        rank = _Rank(join.name, join.token, writer, listening, reader, time.monotonic())
         self._ranks[join.name] = rank
         self._tell(rank, sample_messages.WELCOME)
         if self._stop is not None:
@@ -178,10 +204,11 @@ class RedisSampleSender(SampleSender):
             return
         if isinstance(message, Pull):
             rank.room += message.count
-            self._in_thread(partial(rank.writer.release, message.seen))
+            rank.told_ignored = message.ignored
             # Who asked last comes last: ranks in the order of what they asked for.
             self._ranks[rank.name] = self._ranks.pop(rank.name)
             self._hand_out()
+            self._in_thread(partial(rank.writer.release, message.seen))
         elif message is None:
             rank.has_left = True
             self._lose(rank, "left")
@@ -195,6 +222,8 @@ class RedisSampleSender(SampleSender):
             return
         rank.is_gone = True
         del self._ranks[rank.name]
+        self._restored_of_lost += rank.writer.times_restored
+        self._ignored_of_lost += rank.num_ignored
         rank.listening.close()
         self._in_thread(partial(self._forget, rank))
         self._report(ConsumerLost(consumer=rank.name, reason=reason, sample_ids=tuple(sorted(rank.has))))
@@ -240,13 +269,12 @@ class RedisSampleSender(SampleSender):
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left who would want it
             self._loop.call_soon_threadsafe(call, *arguments)
 
-    def _write_samples(self, rank: _Rank, samples: Sequence[FeedSample]) -> None:
+    def _write_samples(self, rank: _Rank) -> None:
+        """All that is ready by now, in as few documents as hold it; what became ready while they were written, too."""
         run, epoch = self._origin.run, self._origin.epoch
-        for first in range(0, len(samples), _AT_ONCE):
-            some = samples[first : first + _AT_ONCE]
-            rank.writer.append(
-                [(sample_messages.SAMPLE, encode_sample(sample, run=run, epoch=epoch)) for sample in some]
-            )
+        while rank.outbox and not rank.is_gone:
+            document = take_document(rank.outbox, run=run, epoch=epoch)
+            rank.writer.append([(sample_messages.SAMPLES, document)])
 
     def _forget(self, rank: _Rank) -> None:
         """One that comes to again learns so: nobody says any more that it was heard."""
@@ -262,8 +290,7 @@ class RedisSampleSender(SampleSender):
 
     def _listen(self, rank: _Rank) -> None:
         """The thread of one rank: hands what it tells to the event loop."""
-        group = GroupReader(rank.listening, self._keys.up(rank.token), "orchestrator", "orchestrator", self._origin)
-        reader = OrderedReader(group)
+        reader = OrderedReader(rank.reader)
         try:
             while not (rank.is_gone or self._ending.is_set()):
                 if (entry := reader.next(_WAIT_S)) is None:
@@ -280,7 +307,7 @@ class RedisSampleSender(SampleSender):
 
     def _watch(self) -> None:
         """The thread that lets ranks in, and counts their leases."""
-        joins = GroupReader(self._watching, self._keys.joins, "orchestrator", "orchestrator", self._origin)
+        joins = self._joins
         try:
             self._watching.execute(
                 [("UNLINK", self._keys.joins), ("XGROUP", "CREATE", self._keys.joins, joins.group, "0", "MKSTREAM")]
@@ -301,7 +328,7 @@ class RedisSampleSender(SampleSender):
 
     def _count_leases(self) -> None:
         """Renew the run's own, say what was heard, write again what Redis lost, and find who renews its own no more."""
-        ranks, times_connected = [*self._ranks.values()], self._watching.times_connected
+        ranks = [*self._ranks.values()]
         told = msgspec.json.encode(OpenFeed(SCHEMA, self._origin.epoch, self._lease_s))
         replies = self._watching.execute(
             [
@@ -313,7 +340,8 @@ class RedisSampleSender(SampleSender):
         for rank in ranks:
             self._in_thread(rank.writer.restore)
         now_s, holders = time.monotonic(), map(raised, replies[1 + len(ranks) :])
-        was_away = times_connected != self._watching.times_connected
+        was_away = self._counted_at != self._watching.times_connected
+        self._counted_at = self._watching.times_connected
         for rank, holder in zip(ranks, holders, strict=True):
             if holder == rank.token.encode() or was_away:
                 rank.seen_s = now_s

@@ -38,6 +38,8 @@ _FIRST_LOOK_S = 0.02
 """Between two looks for a stream that is not there yet, or again; it doubles up to half a second."""
 _PARTS_AT_ONCE = 8
 _READ_AHEAD = 4
+_PENDING = 1024
+"""More messages than a reader was given and has not acknowledged."""
 _INCOMPLETE_S = 60.0
 """How long parts of a message may be missing, until they are written again."""
 
@@ -209,10 +211,16 @@ class GroupReader:
         """Whether parts of messages that it was given are not there."""
         return bool(self._missing_since_s)
 
-    def read(self, count: int = 1, wait_s: float = 1.0) -> list[Entry]:
+    @property
+    def times_connected(self) -> int:
+        """How often: with a connection an answer may be gone, and what it gave to this consumer is given no more."""
+        return self._redis.times_connected
+
+    def read(self, count: int = 1, wait_s: float = 1.0, *, done: Sequence[Entry] = ()) -> list[Entry]:
         """Messages that no consumer of the group was given; waits for one, for so long at most.
 
-        Raises `CorruptData` for what cannot be read, and `TransportError` where Redis was away for too long.
+        Entries that are `done` are acknowledged in the same breath. Raises `CorruptData` for what cannot be read, and
+        `TransportError` where Redis was away for too long.
         """
         if not self._has_group and not self._join():
             return []
@@ -226,7 +234,8 @@ class GroupReader:
             "BLOCK",
             max(1, int(wait_s * 1000)),
         )
-        (reply,) = self._redis.execute([(*command, "STREAMS", self.key, ">")], waits_s=wait_s)
+        commands: list[Command] = [self._acknowledging(done)] if done else []
+        *_, reply = self._redis.execute([*commands, (*command, "STREAMS", self.key, ">")], waits_s=wait_s)
         if isinstance(reply, Exception) and str(reply).startswith(("NOGROUP", "UNBLOCKED")):
             self._has_group = False  # Redis forgot it, and its writer writes it again
             return []
@@ -248,7 +257,10 @@ class GroupReader:
     def acknowledge(self, entries: Sequence[Entry]) -> None:
         """They need not be given to another consumer of the group."""
         if entries:
-            self._redis.execute([("XACK", self.key, self.group, *(entry.id for entry in entries))])
+            self._redis.execute([self._acknowledging(entries)])
+
+    def _acknowledging(self, entries: Sequence[Entry]) -> Command:
+        return ("XACK", self.key, self.group, *(entry.id for entry in entries))
 
     def leave(self) -> None:
         """Forget this consumer. What it was given and never acknowledged is read again by nobody: reclaim it before."""
@@ -325,6 +337,9 @@ class OrderedReader:
         self.reader.known = after or 0
         self._last = after
         self._ahead: dict[int, Entry] = {}
+        self._times_connected = 0
+        """At the last look at what it was given, and may never have received."""
+        self._done: list[Entry] = []
         self._gap_since_s: float | None = None
 
     def next(self, wait_s: float = 1.0) -> Entry | None:
@@ -344,13 +359,17 @@ class OrderedReader:
         return entry
 
     def acknowledge(self, *entries: Entry) -> None:
-        """They need not be read again by a reader that takes this one's place."""
-        self.reader.acknowledge(entries)
+        """They need not be read again: Redis is told when more is read."""
+        self._done += entries
 
     def _read(self, wait_s: float) -> None:
-        entries = self.reader.read(self._read_ahead, wait_s)
-        if self.reader.misses or self._gap_since_s is not None:
-            entries += self.reader.reclaim(0.0)
+        done, self._done = self._done, []
+        entries = self.reader.read(self._read_ahead, wait_s, done=done)
+        was_away = self.reader.times_connected != self._times_connected
+        if was_away or self.reader.misses or self._gap_since_s is not None:
+            times_connected = self.reader.times_connected
+            entries += self.reader.reclaim(0.0, _PENDING)
+            self._times_connected = times_connected
         self._ahead |= {entry.number: entry for entry in entries}
 
     def _wait_for_gap(self, number: int) -> None:

@@ -1,1 +1,1 @@
-"""Training samples one at a time, to a trainer that is not ours, and what it tells in return."""
+"""Training samples as they are finished, to a trainer that is not ours, and what it tells in return."""

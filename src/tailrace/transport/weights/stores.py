@@ -241,6 +241,11 @@ def _weight_files(folder: Path) -> list[Path]:
 def _read_folder(folder: Path) -> dict[str, TensorBuffers]:
     """As `ModelStateDictStore.publish_folder` reads it: views of its files."""
     tensors: dict[str, TensorBuffers] = {}
+    if (folder / _ADAPTER_FILE).exists():
+        raise TransportError(
+            f"{folder} holds an adapter (LoRA), and generators take whole weights: merge it into the model "
+            "(peft: merge_and_unload on a copy), and save that"
+        )
     for path in _weight_files(folder):
         found = read_safetensors(path)
         if twice := tensors.keys() & found.keys():
@@ -260,6 +265,9 @@ def remove_published(folder: Path, pid: int) -> None:
     for path in folder.glob(f"{PUBLISHED_FILE}{pid}-*"):
         path.unlink(missing_ok=True)
 
+
+_ADAPTER_FILE = "adapter_model.safetensors"
+"""Of peft."""
 
 _VERSION_CHARS = 20
 """More than a policy version has."""

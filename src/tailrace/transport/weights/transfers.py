@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import msgspec
 from typing_extensions import override
 
-from tailrace.errors import TransportError
+from tailrace.errors import CorruptData, TransportError
 from tailrace.guards import guarded
 from tailrace.records import ModelStateDictRef
 from tailrace.transport.weights.stores import PUBLISHED_FILE, ModelStateDict, ModelStateDictStore
@@ -281,6 +281,8 @@ class TransferReceiver:
 
     def _connected(self, uri: str) -> Connection:
         if uri not in self._connections:
+            if not uri or Path(uri).name != uri or not uri.isprintable():
+                raise CorruptData(f"a model state dict's reference names no socket of its folder: {uri[:200]!r}")
             self.close()  # an earlier life of the trainer's
             with _told(f"weights are not offered at {self._folder / uri}"):
                 self._connections[uri] = Client(str(self._folder / uri), family="AF_UNIX")

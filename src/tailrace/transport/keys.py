@@ -1,5 +1,5 @@
-"""CURVE keys in one file that both ends hold. Without keys an address must be of this machine: anybody who reaches a
-generator can use it and change its weights.
+"""CURVE keys that both ends hold: in one file, or told to every role of a run. Without keys an address must be of this
+machine: anybody who reaches a generator can use it and change its weights.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from tailrace.errors import SettingsError
 from tailrace.guards import guarded, read_at_most
 
 _DOMAIN = "tailrace"
+_ASKED_AT = "inproc://zeromq.zap.01"
+"""Where libzmq asks of a context whether to let somebody in (ZMQ RFC 27)."""
 _MOST_BYTES = 4096
 """Of a key file."""
 _KEY_CHARS = 40
@@ -42,6 +44,12 @@ class CurveKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Fresh ones."""
         pairs = (*zmq.curve_keypair(), *zmq.curve_keypair())
         return cls(*(key.decode() for key in pairs))
+
+    def apply_to_server(self, socket: zmq.Socket[Any]) -> None:
+        """Before it binds. Only holders of the client's key are let in once its context is guarded (`guard_all`)."""
+        socket.zap_domain = _DOMAIN.encode()
+        socket.curve_server = True
+        socket.curve_secretkey = self.server_secret.encode()
 
     def apply_to_client(self, socket: zmq.Socket[Any]) -> None:
         """Before it connects."""
@@ -119,12 +127,24 @@ class _OnlyClient:
         return key == self._public_key
 
 
-def guard(context: zmq.asyncio.Context, socket: zmq.asyncio.Socket, keys: CurveKeys) -> Callable[[], None]:
-    """Let only holders of the client's key in, before the socket binds. Returns what ends the guard."""
+def guard_all(context: zmq.asyncio.Context, keys: CurveKeys) -> Callable[[], None]:
+    """Let only holders of the client's key into those of a context's sockets that have the server's key.
+
+    On the running event loop, before they bind, once for a context. Returns what ends the guard.
+    """
     authenticator = AsyncioAuthenticator(context)
     authenticator.start()
     authenticator.configure_curve_callback(_DOMAIN, credentials_provider=_OnlyClient(keys.client_public.encode()))
-    socket.zap_domain = _DOMAIN.encode()
-    socket.curve_server = True
-    socket.curve_secretkey = keys.server_secret.encode()
-    return authenticator.stop
+
+    def stop() -> None:
+        if authenticator.zap_socket is not None:  # closing it gives its address back only after a while
+            authenticator.zap_socket.unbind(_ASKED_AT)
+        authenticator.stop()
+
+    return stop
+
+
+def guard(context: zmq.asyncio.Context, socket: zmq.asyncio.Socket, keys: CurveKeys) -> Callable[[], None]:
+    """Let only holders of the client's key in, before the socket binds. Returns what ends the guard."""
+    keys.apply_to_server(socket)
+    return guard_all(context, keys)

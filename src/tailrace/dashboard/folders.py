@@ -1,0 +1,268 @@
+"""Which run folders there are, and how each stands: from small files and the ends of large ones."""
+
+from __future__ import annotations
+
+import enum
+import os
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from tailrace.dashboard.metric_columns import decoded
+from tailrace.dashboard.others import about
+from tailrace.dashboard.settings_view import Settings, read_settings
+from tailrace.dashboard.tailing import first_line, last_lines
+from tailrace.errors import DataError
+from tailrace.reporting.run_folder import METRICS_FILE
+from tailrace.reporting.summary import RunSummary, read_summary
+
+_MARKS = ("config.toml", METRICS_FILE, "events.jsonl", "summary.json")
+"""A folder with one of these is a run's."""
+_OWNER_FILE = "owner.json"
+_OWNER_LAPSES_S = 120.0
+"""An owner renews the time stamp of its file every 20 s."""
+_LINE_BYTES = 1 << 18
+_MOST_RUNS = 2_000
+
+
+class RunState(enum.StrEnum):
+    """How a run stands."""
+
+    RUNNING = "running"
+    FINISHED = "finished"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    CRASHED = "crashed"
+    """It ended without saying so."""
+    READ = "read"
+    """Made of another library's files, which do not say."""
+
+
+class RunRow(msgspec.Struct, frozen=True, kw_only=True):
+    """A run in the table of all."""
+
+    id: str
+    """The folder's name."""
+    name: str
+    state: RunState
+    reason: str = ""
+    steps: int = 0
+    max_steps: int | None = None
+    wall_s: float | None = None
+    reward: float | None = None
+    """Mean of the newest step."""
+    reward_first: float | None = None
+    held_out: float | None = None
+    """Mean of the newest evaluation, of the first environment that has one."""
+    model: str = ""
+    environments: list[str] = []
+    seed: int | None = None
+    tags: list[str] = []
+    started_s: float | None = None
+    """Seconds since 1970; so is the next."""
+    changed_s: float = 0.0
+    family: str = ""
+    """The same for runs whose settings differ in their name and seed alone."""
+    differing: dict[str, msgspec.Raw] = {}
+    """Settings that are not the same in all runs of the table, as JSON."""
+
+
+class _Owner(msgspec.Struct):
+    pid: int = 0
+    host: str = ""
+
+
+def is_run_folder(folder: Path) -> bool:
+    """Whether a run has begun in it."""
+    return any((folder / mark).is_file() for mark in _MARKS)
+
+
+def find_runs(root: Path) -> dict[str, Path]:
+    """Run folders by their names: `root` itself where it is one, else those in it. At most 2,000, newest first."""
+    if is_run_folder(root):
+        return {root.resolve().name: root}
+    try:
+        with os.scandir(root) as entries:
+            folders = [Path(entry.path) for entry in entries if not entry.name.startswith(".") and entry.is_dir()]
+    except OSError:
+        return {}
+    found = [folder for folder in folders if is_run_folder(folder)]
+    found.sort(key=_changed_s, reverse=True)
+    return {folder.name: folder for folder in found[:_MOST_RUNS]}
+
+
+def _changed_s(folder: Path) -> float:
+    """When its metrics changed last, or else the folder itself."""
+    for path in (folder / METRICS_FILE, folder / "events.jsonl", folder):
+        try:
+            return path.stat().st_mtime
+        except OSError:
+            continue
+    return 0.0
+
+
+class RunTable:
+    """Rows of all runs. What has not changed since is not read again."""
+
+    def __init__(self) -> None:
+        self._known: dict[Path, tuple[object, RunRow, Settings]] = {}
+
+    def rows(self, runs: dict[str, Path]) -> list[RunRow]:
+        """One for each run, in the same order."""
+        now_s = time.time()
+        found = []
+        for name, folder in runs.items():
+            found.append(self._row(name, folder, now_s))
+        self._known = {folder: self._known[folder] for folder in runs.values()}
+        varying = _varying([settings for row, settings in found if row.state is not RunState.READ])
+        return [
+            msgspec.structs.replace(
+                row,
+                differing={
+                    key: msgspec.Raw(msgspec.json.encode(settings.flat[key])) for key in varying if key in settings.flat
+                },
+            )
+            for row, settings in found
+        ]
+
+    def _row(self, name: str, folder: Path, now_s: float) -> tuple[RunRow, Settings]:
+        state = (*_stamps(folder), _owner_is_alive(folder, now_s))
+        known = self._known.get(folder)
+        if known is None or known[0] != state:
+            row, settings = read_row(name, folder, now_s)
+            self._known[folder] = known = (state, row, settings)
+        return known[1], known[2]
+
+
+def _stamps(folder: Path) -> Iterator[tuple[int, int]]:
+    for file in (METRICS_FILE, "summary.json", "config.toml", "events.jsonl"):
+        try:
+            found = os.stat(folder / file)
+            yield found.st_mtime_ns, found.st_size
+        except OSError:
+            yield 0, -1
+
+
+def _varying(settings: list[Settings]) -> list[str]:
+    """Names of settings that two of these have otherwise, those that are in most runs first."""
+    values: dict[str, set[str]] = {}
+    counts: dict[str, int] = {}
+    for one in settings:
+        for key, value in one.flat.items():
+            values.setdefault(key, set()).add(repr(value))
+            counts[key] = counts.get(key, 0) + 1
+    return [
+        key
+        for key, found in values.items()
+        if (len(found) > 1 or counts[key] < len(settings)) and key not in ("name", "observability.tags")
+    ]
+
+
+def read_row(name: str, folder: Path, now_s: float) -> tuple[RunRow, Settings]:
+    """What the table shows of one run. Never raises: what cannot be read is left out."""
+    settings = read_settings(folder / "config.toml")
+    summary = _summary(folder)
+    lines = [line for line in map(decoded, last_lines(folder / METRICS_FILE, _LINE_BYTES)) if line is not None]
+    first = decoded(first_line(folder / METRICS_FILE, _LINE_BYTES)) or {}
+    steps = [line for line in lines if "reward/mean" in line or "policy/version" in line]
+    newest = steps[-1] if steps else {}
+    alive = _owner_is_alive(folder, now_s)
+    return (
+        RunRow(
+            id=name,
+            name=settings.text("name") or (summary.name if summary else name),
+            state=RunState.READ if about(folder) else _state(summary, alive, (folder / _OWNER_FILE).exists()),
+            reason=summary.reason if summary is not None and not alive else "",
+            steps=int(_number(newest.get("step")) or (summary.steps if summary else 0)),
+            max_steps=settings.integer("max_steps"),
+            wall_s=_number(newest.get("wall_s")),
+            reward=_number(newest.get("reward/mean")),
+            reward_first=_number(first.get("reward/mean")),
+            held_out=_held_out(lines),
+            model=settings.text("model.name"),
+            environments=settings.environments,
+            seed=settings.integer("seed"),
+            tags=settings.tags,
+            started_s=_started_s(folder),
+            changed_s=_changed_s(folder),
+            family=settings.family,
+        ),
+        settings,
+    )
+
+
+def _summary(folder: Path) -> RunSummary | None:
+    try:
+        return read_summary(folder)
+    except (DataError, OSError):
+        return None
+
+
+def _state(summary: RunSummary | None, alive: bool, left_behind: bool) -> RunState:
+    """An owner that is gone takes its file along, unless it was killed."""
+    if alive:
+        return RunState.RUNNING
+    return RunState.CRASHED if summary is None or left_behind else RunState(str(summary.status))
+
+
+def _owner_is_alive(folder: Path, now_s: float) -> bool:
+    """Whether a run goes on in the folder, without touching its lock.
+
+    On this host the process tells; of another one, that it renewed its file lately.
+    """
+    path = folder / _OWNER_FILE
+    try:
+        owner = msgspec.json.decode(path.read_bytes()[:4096], type=_Owner)
+        silent_s = now_s - path.stat().st_mtime
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
+        return False
+    if owner.host == socket.gethostname():
+        return _process_is_alive(owner.pid)
+    return abs(silent_s) < _OWNER_LAPSES_S
+
+
+def _process_is_alive(pid: int) -> bool:
+    """A zombie is not."""
+    if pid <= 0:
+        return False
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return not Path("/proc/self").exists() and _answers(pid)
+    return state not in "ZX"
+
+
+def _answers(pid: int) -> bool:
+    """Where there is no /proc."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def _held_out(lines: list[dict[str, object]]) -> float | None:
+    for line in reversed(lines):
+        for name, value in line.items():
+            if name.startswith("eval/") and name.endswith("/reward/mean"):
+                return _number(value)
+    return None
+
+
+def _started_s(folder: Path) -> float | None:
+    """When the settings were written."""
+    for file in ("config.toml", "events.jsonl", METRICS_FILE):
+        try:
+            return (folder / file).stat().st_mtime
+        except OSError:
+            continue
+    return None
+
+
+def _number(value: object) -> float | None:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None

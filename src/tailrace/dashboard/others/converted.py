@@ -1,0 +1,246 @@
+"""Folders laid out as runs', made of other libraries' files: a line once, a table again when it has changed."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+import threading
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import tomli_w
+
+from tailrace.dashboard.others.placed import Placed
+from tailrace.dashboard.others.sources import Library, Source
+from tailrace.dashboard.others.trl_tables import placed_of_table
+from tailrace.dashboard.others.verifiers_lines import placed_of_line
+from tailrace.dashboard.rollout_files import Kind
+from tailrace.dashboard.tailing import Tail
+from tailrace.errors import DataError
+from tailrace.guards import guarded, read_at_most
+from tailrace.reporting.rollout_records import encode_line
+from tailrace.reporting.run_folder import METRICS_FILE, ROLLOUTS_FOLDER
+from tailrace.reporting.sinks import evaluation_path, rollouts_path
+
+_ABOUT_FILE = "others.json"
+_MOST_BYTES = 2 << 30
+"""Of one source."""
+_LACKS = {
+    Library.VERIFIERS: "no advantages, and of tokens no texts: a rollout opens as its conversation.",
+    Library.TRL: "no tokens, lengths, times or reasons of failure. Rewards are sums over its reward functions (whose "
+    "weights are not in it), and completions of one prompt in one step are a group.",
+}
+
+
+class About(msgspec.Struct, frozen=True):
+    """What a made folder says of itself."""
+
+    library: str
+    note: str
+
+
+def about(folder: Path) -> About | None:
+    """What a made folder says of itself; None for a run's own."""
+    path = folder / _ABOUT_FILE
+    try:
+        with guarded(f"{path} says nothing", DataError):
+            return msgspec.json.decode(path.read_bytes(), type=About)
+    except DataError:
+        return None
+
+
+@dataclass(slots=True)
+class _Figures:
+    """What the curves show of a step or an evaluation."""
+
+    rewards: list[float] = field(default_factory=list)
+    groups: dict[str, list[float]] = field(default_factory=dict)
+    environments: dict[str, list[float]] = field(default_factory=dict)
+    lengths: list[int] = field(default_factory=list)
+    num_failed: int = 0
+    count: int = 0
+
+    def add(self, placed: Placed) -> None:
+        """One rollout more."""
+        record = placed.record
+        self.count += 1
+        self.num_failed += record.outcome.state == "failed"
+        if record.completion_tokens:
+            self.lengths.append(record.completion_tokens)
+        if record.reward is not None:
+            self.rewards.append(record.reward)
+            self.groups.setdefault(record.group_id, []).append(record.reward)
+            self.environments.setdefault(record.environment, []).append(record.reward)
+
+
+class OthersFiles:
+    """The folders of one dashboard. From any thread."""
+
+    def __init__(self) -> None:
+        self._home: tempfile.TemporaryDirectory[str] | None = None
+        self._known: dict[Path, _Converted] = {}
+        self._lock = threading.Lock()
+
+    def folder(self, source: Source) -> Path:
+        """That of a source, with all that it holds by now."""
+        with self._lock:
+            if self._home is None:
+                self._home = tempfile.TemporaryDirectory(prefix="tailrace-ui-")
+            known = self._known.get(source.path)
+            if known is None:
+                known = _Converted(source, Path(self._home.name) / str(len(self._known)) / source.name)
+                self._known[source.path] = known
+            known.update()
+            return known.folder
+
+
+class _Converted:
+    """One source, as a folder."""
+
+    def __init__(self, source: Source, folder: Path) -> None:
+        self.folder = folder
+        self._source = source
+        self._tail = Tail(source.path)
+        self._stamps: dict[Path, tuple[int, int]] = {}
+        self._figures: dict[tuple[int, Kind], _Figures] = {}
+        self._num_lines = self._num_unread = 0
+        self._model = self._environment = ""
+        (folder / ROLLOUTS_FOLDER).mkdir(parents=True)
+        self._about()
+        self._settings()
+
+    def update(self) -> None:
+        """Take in what came since."""
+        is_lines = self._source.library is Library.VERIFIERS
+        if (self._take_lines() if is_lines else self._take_tables()) == 0:
+            return
+        lines = [_metrics_line(step, kind, figures) for (step, kind), figures in sorted(self._figures.items())]
+        part = self.folder / f"{METRICS_FILE}.part"
+        part.write_bytes(b"".join(lines))
+        changed_ns = max((_stamp(path)[0] for path in self._source.tables()), default=0)
+        os.utime(part, ns=(changed_ns, changed_ns))
+        part.replace(self.folder / METRICS_FILE)
+        self._about()
+        self._settings()
+
+    def _take_lines(self) -> int:
+        """How many lines were new."""
+        if self._tail.start_over_if_replaced():
+            self._forget()
+        before = self._num_lines
+        batch: list[Placed] = []
+        for line in self._tail.lines():
+            self._num_lines += 1
+            try:
+                batch += placed_of_line(line, self._num_lines, self._environment or self._source.name)
+            except DataError:
+                self._num_unread += 1
+            if len(batch) >= 1_000:
+                self._write(batch)
+                batch = []
+            if self._tail.offset > _MOST_BYTES:
+                break
+        self._write(batch)
+        return self._num_lines - before
+
+    def _take_tables(self) -> int:
+        """How many tables were new or had changed; with one that has, all are read again."""
+        stamps = {path: _stamp(path) for path in self._source.tables()}
+        new = [path for path, stamp in stamps.items() if self._stamps.get(path) != stamp]
+        if any(path in self._stamps for path in new) or self._stamps.keys() - stamps.keys():
+            self._forget()
+            new = list(stamps)
+        left = _MOST_BYTES - sum(size for path, (_, size) in stamps.items() if path not in new)
+        for path in new:
+            left -= stamps[path][1]
+            try:
+                self._write(placed_of_table(path) if left > 0 else [])
+            except DataError:
+                self._num_unread += 1
+        self._stamps = stamps
+        return len(new)
+
+    def _forget(self) -> None:
+        self._figures.clear()
+        self._num_lines = self._num_unread = 0
+        for path in (self.folder / ROLLOUTS_FOLDER).iterdir():
+            path.unlink()
+
+    def _write(self, batch: Iterable[Placed]) -> None:
+        files: dict[tuple[int, Kind], list[Placed]] = {}
+        for one in batch:
+            files.setdefault((one.record.step, one.kind), []).append(one)
+            self._model = self._model or one.model
+        for (step, kind), found in files.items():
+            figures = self._figures.setdefault((step, kind), _Figures())
+            path = (rollouts_path if kind == "step" else evaluation_path)(self.folder / ROLLOUTS_FOLDER, step)
+            with path.open("ab") as file:
+                file.writelines(encode_line(one.record) for one in found)
+            for one in found:
+                figures.add(one)
+
+    def _about(self) -> None:
+        source = self._source
+        unread = f" {self._num_unread} of its lines or tables could not be read." if self._num_unread else ""
+        note = f"{source.path}: a file of {source.library}. It has {_LACKS[source.library]}{unread}"
+        (self.folder / _ABOUT_FILE).write_bytes(msgspec.json.encode(About(source.library, note)))
+
+    def _settings(self) -> None:
+        """As far as the files tell; `metadata.json` stands beside the older ones of verifiers."""
+        told = _metadata(self._source.path.with_name("metadata.json"))
+        self._model, self._environment = self._model or told.model, self._environment or told.env_id
+        names = sorted({name for figures in self._figures.values() for name in figures.environments})
+        table = {
+            "name": self._source.name,
+            "model": {"name": self._model},
+            "environments": [{"name": name} for name in names],
+            "observability": {"tags": [str(self._source.library)]},
+        }
+        text = f"# What is known of {self._source.path}, which is no run of Tailrace's.\n\n{tomli_w.dumps(table)}"
+        (self.folder / "config.toml").write_text(text, encoding="utf-8")
+
+
+class _Metadata(msgspec.Struct):
+    model: str = ""
+    env_id: str = ""
+
+
+def _metadata(path: Path) -> _Metadata:
+    try:
+        with guarded(f"{path} is of another kind", DataError):
+            return msgspec.json.decode(read_at_most(path, 1 << 20), type=_Metadata)
+    except DataError:
+        return _Metadata()
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    try:
+        found = path.stat()
+    except OSError:
+        return 0, 0
+    return found.st_mtime_ns, found.st_size
+
+
+def _metrics_line(step: int, kind: Kind, figures: _Figures) -> bytes:
+    return msgspec.json.encode({"step": step, **dict(_metrics(kind, figures))}) + b"\n"
+
+
+def _metrics(kind: Kind, figures: _Figures) -> Iterator[tuple[str, float]]:
+    """By the names that a run's own have, so that curves lie over each other."""
+    if kind == "evaluation":
+        for name, rewards in figures.environments.items():
+            yield f"eval/{name}/reward/mean", statistics.fmean(rewards)
+        return
+    if figures.rewards:
+        yield "reward/mean", statistics.fmean(figures.rewards)
+        yield "reward/std", statistics.pstdev(figures.rewards)
+    for name, rewards in figures.environments.items():
+        yield f"reward/{name}/mean", statistics.fmean(rewards)
+    if groups := [rewards for rewards in figures.groups.values() if len(rewards) > 1]:
+        yield "group/zero_spread_share", sum(len(set(rewards)) == 1 for rewards in groups) / len(groups)
+    yield "rollout/failed_share", figures.num_failed / figures.count
+    if figures.lengths:
+        yield "rollout/completion_tokens", statistics.fmean(figures.lengths)

@@ -1,0 +1,112 @@
+"""What is known of one run, kept while somebody looks at it; and of several, the newest few."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from tailrace.dashboard.metric_columns import MetricColumns
+from tailrace.dashboard.rollout_files import RolloutFiles, RolloutRow
+from tailrace.dashboard.run_events import EventList, RunEvent
+from tailrace.dashboard.schedule import Schedule, Waiting, Waterfall, schedule_of, waiting_in, waterfall_of
+from tailrace.dashboard.trace_spans import TraceSpans
+from tailrace.reporting.run_folder import METRICS_FILE, ROLLOUTS_FOLDER
+
+_KEPT_METRIC_BYTES = 64 << 20
+_KEPT_RUNS = 64
+_KEPT_TRACES = 1
+_NEWEST_FILES = 8
+
+
+class RunData:
+    """One run's readers. From any thread."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.rollouts = RolloutFiles(folder / ROLLOUTS_FOLDER)
+        self._metrics = MetricColumns(folder / METRICS_FILE)
+        self._events = EventList(folder)
+        self._lock = threading.Lock()
+        self.trace: TraceSpans | None = None
+        self._waiting: tuple[object, list[Waiting]] = (None, [])
+
+    @property
+    def num_bytes(self) -> int:
+        """What its curves take."""
+        return self._metrics.num_bytes
+
+    def metrics(self) -> tuple[MetricColumns, threading.Lock]:
+        """Its curves up to now, and the lock to hold while they are read."""
+        with self._lock:
+            self._metrics.update()
+        return self._metrics, self._lock
+
+    def events(self) -> list[RunEvent]:
+        """Its list of events up to now."""
+        with self._lock:
+            return list(self._events.update())
+
+    def schedule(self, from_s: float | None, to_s: float | None) -> Schedule | None:
+        """A stretch of its trace."""
+        trace = self._traced()
+        with trace.lock:
+            trace.update()
+            return schedule_of(trace, from_s, to_s, self._rows_of, self._waiting_in(trace))
+
+    def waterfall(self, step: int | None) -> Waterfall | None:
+        """A step of its trace."""
+        trace = self._traced()
+        with trace.lock:
+            trace.update()
+            return waterfall_of(trace, step)
+
+    def _traced(self) -> TraceSpans:
+        with self._lock:
+            self.trace = self.trace or TraceSpans(self.folder)
+            return self.trace
+
+    def _waiting_in(self, trace: TraceSpans) -> list[Waiting]:
+        """Looked for again where there is more of the trace or of the newest files."""
+        recorded = self._recorded()
+        key = (len(trace), [*recorded])
+        if key != self._waiting[0]:
+            self._waiting = (key, waiting_in(trace, recorded))
+        return self._waiting[1]
+
+    def _recorded(self) -> dict[str, RolloutRow]:
+        """Rollouts of the newest files, by their ids."""
+        files = self.rollouts.files()
+        rows = [row for step in files.steps[-_NEWEST_FILES:] for row in self.rollouts.rows("step", step)]
+        rows += [row for step in files.evaluations[-2:] for row in self.rollouts.rows("evaluation", step)]
+        return {row.rollout_id: row for row in rows}
+
+    def _rows_of(self, steps: Sequence[int]) -> list[RolloutRow]:
+        return [row for step in steps for row in self.rollouts.rows("step", step)]
+
+
+class RunCache:
+    """Runs that were looked at lately; older ones are read again."""
+
+    def __init__(self, make: Callable[[Path], RunData] = RunData) -> None:
+        self._make = make
+        self._runs: OrderedDict[Path, RunData] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, folder: Path) -> RunData:
+        """That of a folder."""
+        with self._lock:
+            run = self._runs.pop(folder, None) or self._make(folder)
+            self._runs[folder] = run
+            self._forget()
+            return run
+
+    def _forget(self) -> None:
+        while len(self._runs) > 1 and (
+            len(self._runs) > _KEPT_RUNS or sum(run.num_bytes for run in self._runs.values()) > _KEPT_METRIC_BYTES
+        ):
+            self._runs.popitem(last=False)
+        traced = [run for run in self._runs.values() if run.trace is not None]
+        for run in traced[:-_KEPT_TRACES] if len(traced) > _KEPT_TRACES else []:
+            run.trace = None

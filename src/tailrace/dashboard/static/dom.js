@@ -1,0 +1,69 @@
+// Elements, and text that cannot become anything but text: nothing here ever parses HTML.
+
+/** An element: properties by name (`class`, `onclick`, `aria-...`), then children; strings become text nodes. */
+export function h(tag, properties, ...children) {
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(properties ?? {})) {
+    if (value === undefined || value === null || value === false) continue;
+    if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
+    else if (name === "style") Object.assign(element.style, value);
+    else if (name === "value" || name === "checked" || name === "disabled") element[name] = value;
+    else element.setAttribute(name, value === true ? "" : String(value));
+  }
+  element.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false)
+    .map((child) => (child instanceof Node ? child : document.createTextNode(String(child)))));
+  return element;
+}
+
+export function replace(parent, ...children) {
+  parent.replaceChildren(...children.flat(Infinity).filter(Boolean));
+}
+
+// Controls, escapes of terminals, marks that turn the direction of what follows, lone surrogates.
+const UNSEEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u200b\u200e\u200f\u202a-\u202e\u2060-\u2069\ufeff]|[\ud800-\udbff](?![\udc00-\udfff])|(?<![\ud800-\udbff])[\udc00-\udfff]/g;
+
+/** A text of a model or a task, with what nobody would see, or what would move the rest about, as an escape. */
+export function visible(text) {
+  return text.replace(UNSEEN, (one) => {
+    const code = one.charCodeAt(0);
+    return code < 0x100 ? `\\x${code.toString(16).padStart(2, "0")}` : `\\u${code.toString(16).padStart(4, "0")}`;
+  });
+}
+
+/** A block of somebody's text, in its own direction. */
+export function textBlock(text, properties) {
+  return h("pre", { class: "text", dir: "auto", ...properties }, visible(text));
+}
+
+export function color(name) {
+  return getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+}
+
+/** A colour of the page, seen through: `#0b7a70` → `rgb(11 122 112 / 0.2)`. */
+export function alpha(hex, share) {
+  const [red, green, blue] = [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16));
+  return `rgb(${red} ${green} ${blue} / ${share})`;
+}
+
+export function isTyping(event) {
+  return event.target instanceof HTMLElement && event.target.closest("input, textarea, select") !== null;
+}
+
+let tip = null;
+
+/** Shows a line beside the pointer; without text, none. */
+export function showTip(text, x, y) {
+  if (!text) {
+    tip?.remove();
+    tip = null;
+    return;
+  }
+  if (!tip) {
+    tip = h("div", { class: "tip", role: "tooltip" });
+    document.body.append(tip);
+  }
+  tip.textContent = text;
+  const width = tip.offsetWidth, height = tip.offsetHeight;
+  tip.style.left = `${Math.max(4, Math.min(x + 14, innerWidth - width - 6))}px`;
+  tip.style.top = `${y + 18 + height > innerHeight ? Math.max(4, y - height - 10) : y + 18}px`;
+}

@@ -1,0 +1,138 @@
+// A step's groups as strips of rewards: what can be learnt from, what teaches nothing, what failed.
+import { ofRun } from "../api.js";
+import { outcomeText } from "../conversation.js";
+import { alpha, color, h, replace, showTip, visible } from "../dom.js";
+import { compact, fixed, isNumber } from "../format.js";
+import { changesSince, groupsOf, histogram, passes, SORTS } from "../grouping.js";
+import { amend, go, to } from "../places.js";
+import { chosenStep, stepPicker } from "../steps.js";
+
+export async function show(target, context) {
+  const { run, detail, parameters, alive } = context;
+  if (!detail.steps.length && !detail.evaluations.length) {
+    target.append(h("div", { class: "panel empty" }, detail.row.state === "running" ? "No step has ended yet: its groups appear here." : "This run has no rollouts (observability.rollouts_every_steps is 0, or none ended)."));
+    context.every(2, async () => { if ((await ofRun(run, "", {}, alive)).steps.length) location.reload(); });
+    return;
+  }
+  const { kind, step } = chosenStep(detail, parameters);
+  const found = await ofRun(run, "rollouts", { kind, step }, alive);
+  const filter = { text: parameters.text, environment: parameters.environment, outcome: parameters.outcome, reward: parameters.reward, length: parameters.length };
+  const state = { run, kind, step, rollouts: found.rollouts, groups: groupsOf(found.rollouts), filter, sort: parameters.sort in SORTS ? parameters.sort : "file", since: parameters.since, holds: null };
+
+  const list = h("div", { class: "strips" });
+  const bins = h("div", { class: "histogram", role: "group", "aria-label": "Rewards of the step" });
+  const about = h("div", { class: "small soft" });
+  const axis = h("div", { class: "axis" });
+  const matches = h("div", {});
+  const draw = () => { drawStrips(list, state); drawHistogram(bins, axis, state, draw); drawAbout(about, state); };
+  const set = (changes) => { Object.assign(state.filter, changes); amend(state.filter); draw(); };
+
+  const environments = [...new Set(found.rollouts.map((rollout) => rollout.environment))];
+  const outcomes = [...new Set(found.rollouts.flatMap((rollout) => [rollout.outcome.state, rollout.outcome.reason]).filter(Boolean))];
+  const search = async (everywhere) => {
+    const text = state.filter.text?.trim();
+    state.holds = null;
+    replace(matches);
+    if (text || everywhere) {
+      const answer = await ofRun(run, "search", { ...state.filter, text, before: everywhere ? undefined : step + 1 }, alive);
+      const here = answer.matches.filter((match) => match.kind === kind && match.step === step).map((match) => match.rollout_id);
+      if (text) state.holds = new Set(here);
+      drawMatches(matches, answer, state, here.length, () => search(true), everywhere);
+    }
+    draw();
+  };
+  const select = (label, name, values) => values.length > 1 && h("select", { "aria-label": label, onchange: (event) => set({ [name]: event.target.value }) },
+    h("option", { value: "" }, `all ${label}s`), values.map((value) => h("option", { value, selected: value === filter[name] }, value)));
+  const sortBy = async (name) => {
+    state.sort = name;
+    amend({ sort: name === "file" ? "" : name });
+    if (name === "change" && !state.before) await compare();
+    draw();
+  };
+  const compare = async () => {
+    const files = (kind === "evaluation" ? detail.evaluations : detail.steps).filter((one) => one < step);
+    state.since = state.since === undefined ? files.at(-1) : Number(state.since);
+    if (state.since === undefined) return;
+    state.before = groupsOf((await ofRun(run, "rollouts", { kind, step: state.since }, alive)).rollouts);
+    changesSince(state.groups, state.before);
+    const since = document.querySelector("input[aria-label='Compared with step']");
+    if (since) since.value = state.since;
+  };
+
+  target.append(
+    h("div", { class: "bar" }, stepPicker(detail, kind, step, alive, (newKind, newStep) => go(run, "groups", { ...parameters, kind: newKind === "step" ? "" : newKind, step: newStep, since: "" })), detail.row.state === "running" && kind === "step" && h("button", { onclick: () => go(run, "groups", { ...parameters, step: "" }) }, "newest")),
+    h("div", { class: "bar" },
+      h("input", { type: "search", placeholder: "Search texts and tasks", "aria-label": "Search texts and tasks", value: filter.text ?? "", size: 26, onchange: (event) => { set({ text: event.target.value }); search(false); } }),
+      select("environment", "environment", environments), select("outcome", "outcome", outcomes),
+      h("label", {}, "reward", h("input", { value: filter.reward ?? "", placeholder: "0.5..1", size: 8, "aria-label": "Range of reward", onchange: (event) => set({ reward: event.target.value }) })),
+      h("label", {}, "length", h("input", { value: filter.length ?? "", placeholder: "..200", size: 8, "aria-label": "Range of length", onchange: (event) => set({ length: event.target.value }) })),
+      h("label", {}, "sort", h("select", { "aria-label": "Sort groups", onchange: (event) => sortBy(event.target.value) }, Object.entries(SORTS).map(([value, [text]]) => h("option", { value, selected: value === state.sort }, text)))),
+      h("label", { title: "For `what changed most`: the other step" }, "since", h("input", { type: "number", value: state.since ?? "", "aria-label": "Compared with step", onchange: async (event) => { state.since = event.target.value; state.before = null; amend({ since: state.since }); await compare(); await sortBy("change"); } })),
+      h("button", { onclick: () => search(Object.values(state.filter).some(Boolean)), title: "The same filters, in all files of the run" }, "in all steps")),
+    h("div", { class: "split" }, h("div", {}, matches, h("div", { class: "panel pad" }, list)), h("aside", { class: "panel pad" }, h("h3", {}, "Rewards"), bins, axis, about)));
+  if (filter.text) await search(false);
+  if (state.sort === "change") await compare();
+  draw();
+  if (detail.row.state === "running" && parameters.step === undefined && kind === "step") {
+    context.every(2, async () => { const fresh = await ofRun(run, "", {}, alive); if (fresh.steps.at(-1) !== step && !alive.aborted) dispatchEvent(new CustomEvent("again")); });
+  }
+}
+
+function rewardColor(reward, low, high) {
+  const share = high > low ? (reward - low) / (high - low) : 0.5;
+  return alpha(color("s0"), 0.08 + 0.82 * share);
+}
+
+function drawStrips(target, state) {
+  const { low, high } = histogram(state.rollouts);
+  const order = SORTS[state.sort][1];
+  const groups = order ? [...state.groups].sort(order) : state.groups;
+  const shown = groups.filter((group) => group.rollouts.some((rollout) => passes(rollout, state.filter, state.holds)));
+  const place = (id) => to(state.run, "group", { kind: state.kind === "step" ? "" : state.kind, step: state.step, id });
+  replace(target, shown.map((group) => h("a", { class: "strip", href: place(group.id) },
+    h("span", { class: "name", title: group.task }, visible(group.task), h("span", { class: "faint small" }, ` ${visible(group.environment)}`)),
+    h("span", { class: "cells" }, group.rollouts.map((rollout) => cellOf(rollout, state, low, high))),
+    h("span", { class: "small soft" }, state.sort === "change" && isNumber(group.change) && h("span", { class: `badge ${group.change < 0 ? "bad" : "good"}` }, `${group.change > 0 ? "+" : ""}${fixed(group.change, 2)} since ${state.since}`), " ",
+      group.isFlat && h("span", { class: "badge warn", title: "All rewards are equal: it teaches nothing" }, "no spread"), ` ${fixed(group.mean, 2)}`, group.spread > 0 && h("span", { class: "faint" }, ` (${fixed(group.low, 2)} to ${fixed(group.low + group.spread, 2)})`)))),
+    shown.length === 0 && h("div", { class: "empty" }, state.rollouts.length ? "No group fits the filter." : "This step has no rollouts in its file."));
+}
+
+export function cellOf(rollout, state, low, high) {
+  const { reward, outcome } = rollout;
+  const text = `${rollout.rollout_id}\nreward ${fixed(reward)} · advantage ${fixed(rollout.advantage)}\n${rollout.completion_tokens} tokens in ${rollout.turns} turns\n${outcomeText(outcome)}`;
+  const kind = outcome.state === "failed" ? " failed" : outcome.state === "trained" || outcome.reason === "evaluation" ? "" : " untrained";
+  return h("span", { class: `cell${kind}${passes(rollout, state.filter, state.holds) ? "" : " dim"}`, style: isNumber(reward) ? { background: rewardColor(reward, low, high) } : {},
+    onpointermove: (event) => showTip(visible(text), event.clientX, event.clientY), onpointerleave: () => showTip("") }, isNumber(reward) ? "" : "×");
+}
+
+function drawHistogram(target, axis, state, draw) {
+  const { low, high, counts } = histogram(state.rollouts);
+  const most = Math.max(1, ...counts), width = (high - low) / counts.length;
+  replace(target, counts.map((count, i) => {
+    const range = `${Number((low + i * width).toPrecision(4))}..${Number((low + (i + 1) * width).toPrecision(4))}`;
+    const pressed = state.filter.reward === range;
+    return h("button", { title: `${range}: ${count} rollouts`, "aria-label": `Rewards ${range}: ${count} rollouts`, "aria-pressed": String(pressed), onclick: () => { state.filter.reward = pressed ? "" : range; amend(state.filter); draw(); } }, h("i", { style: { height: `${(100 * count) / most}%` } }));
+  }));
+  replace(axis, h("span", {}, fixed(low, 2)), h("span", {}, fixed(high, 2)));
+}
+
+function drawAbout(target, state) {
+  const passing = state.rollouts.filter((rollout) => passes(rollout, state.filter, state.holds));
+  const flat = state.groups.filter((group) => group.isFlat).length;
+  const rewards = passing.map((rollout) => rollout.reward).filter(isNumber);
+  const mean = rewards.length ? rewards.reduce((sum, reward) => sum + reward, 0) / rewards.length : null;
+  const lengths = passing.map((rollout) => rollout.completion_tokens);
+  const outcomes = {};
+  for (const rollout of passing) outcomes[outcomeText(rollout.outcome)] = (outcomes[outcomeText(rollout.outcome)] ?? 0) + 1;
+  replace(target, h("dl", { class: "facts", style: { marginTop: "8px" } },
+    [["groups", `${state.groups.length}${flat ? `, ${flat} without spread` : ""}`], ["rollouts", `${passing.length} of ${state.rollouts.length}`], ["mean reward", fixed(mean)], ["mean length", compact(lengths.some(Boolean) ? lengths.reduce((sum, length) => sum + length, 0) / lengths.length : null)], ...Object.entries(outcomes)]
+      .map(([name, value]) => [h("dt", {}, name), h("dd", {}, String(value))])));
+}
+
+function drawMatches(target, answer, state, numHere, everywhere, wasEverywhere) {
+  const others = answer.matches.filter((match) => match.step !== state.step || match.kind !== state.kind);
+  replace(target, h("details", { class: "panel pad", open: others.length > 0 && (!numHere || !state.holds), style: { margin: "0 0 10px" } },
+    h("summary", {}, `${numHere} rollouts of this step fit, ${others.length} of other steps${answer.left.length ? `; ${answer.left.length} files were not searched` : ""}`),
+    others.slice(0, 50).map((match) => h("div", {}, h("a", { href: to(state.run, "rollout", { kind: match.kind === "step" ? "" : match.kind, step: match.step, id: match.rollout_id }) }, `${match.kind} ${match.step}`), ` reward ${fixed(match.reward, 2)} `, h("span", { class: "mono soft", dir: "auto" }, visible(match.excerpt)))),
+    !wasEverywhere && h("button", { onclick: everywhere }, "Search later steps too")));
+}

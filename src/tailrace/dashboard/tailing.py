@@ -1,0 +1,95 @@
+"""A file of lines that another process appends to, read a part at a time."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+_CHUNK_BYTES = 1 << 22
+_LONGEST_LINE_BYTES = 1 << 26
+
+
+class Tail:
+    """Whole lines of one file, each once. A line that has no end yet is left for later.
+
+    Where the file is replaced or gets shorter (a resumed run takes back what it will do again), it starts over, and
+    `generation` counts that.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.generation = 0
+        self._inode = -1
+        self.offset = 0
+        """Where the next line begins."""
+
+    def start_over_if_replaced(self) -> bool:
+        """Whether what was read before is void now."""
+        try:
+            found = os.stat(self.path)
+        except OSError:
+            is_void = self.offset > 0
+            self._inode, self.offset = -1, 0
+            self.generation += is_void
+            return is_void
+        if self.offset > 0 and (found.st_ino != self._inode or found.st_size < self.offset):
+            self._inode, self.offset = found.st_ino, 0
+            self.generation += 1
+            return True
+        self._inode = found.st_ino
+        return False
+
+    def lines(self) -> Iterator[bytes]:
+        """What was appended since: without line ends, and without lines that nobody can hold (over 64 MiB)."""
+        try:
+            file = self.path.open("rb")
+        except OSError:
+            return
+        with file:
+            file.seek(self.offset)
+            rest = b""
+            while chunk := file.read(_CHUNK_BYTES):
+                *whole, rest = (rest + chunk).split(b"\n")
+                for line in whole:
+                    self.offset += len(line) + 1
+                    if line:
+                        yield line
+                if len(rest) > _LONGEST_LINE_BYTES:
+                    rest = self._skip_line(file.tell())
+                    file.seek(self.offset)
+
+    def _skip_line(self, from_offset: int) -> bytes:
+        """Go behind the end of a line that is too long; where it has none yet, behind what there is."""
+        with self.path.open("rb") as file:
+            file.seek(from_offset)
+            while chunk := file.read(_CHUNK_BYTES):
+                if (end := chunk.find(b"\n")) >= 0:
+                    self.offset = file.tell() - len(chunk) + end + 1
+                    return b""
+            self.offset = file.tell()
+        return b""
+
+
+def last_lines(path: Path, num_bytes: int) -> list[bytes]:
+    """Whole lines at the end of a file, of at most so many bytes, in order; none without the file."""
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            start = max(0, size - num_bytes)
+            file.seek(start)
+            data = file.read(num_bytes)
+    except OSError:
+        return []
+    lines = data.split(b"\n")
+    return [line for line in lines[1 if start else 0 : -1] if line]
+
+
+def first_line(path: Path, num_bytes: int) -> bytes:
+    """The first line of a file, if it has an end within so many bytes; else nothing."""
+    try:
+        with path.open("rb") as file:
+            line = file.readline(num_bytes)
+    except OSError:
+        return b""
+    return line.rstrip(b"\n") if line.endswith(b"\n") else b""

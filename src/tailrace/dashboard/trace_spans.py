@@ -1,0 +1,210 @@
+"""A run's trace as columns: `trace.json` where the run has ended, the parts of its processes while it goes on.
+
+Read once, then only what was appended: about 30 bytes a span, and a text for each rollout and request.
+"""
+
+from __future__ import annotations
+
+import threading
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeAlias
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from tailrace.dashboard.tailing import Tail
+from tailrace.tracing.traces import TRACE_FILE
+
+Spans: TypeAlias = NDArray[np.int64]
+"""[n]: places of spans in the columns."""
+
+_MOST_SPANS = 1_500_000
+
+
+class _Arguments(msgspec.Struct):
+    """What is told beside a span or in metadata."""
+
+    name: str = ""
+    rollout: str = ""
+    request: str = ""
+    replica: str = ""
+    step: int = -1
+    version: int = -1
+    dropped: int = 0
+
+
+class _TraceEvent(msgspec.Struct):
+    """A line of a trace, as far as it is shown."""
+
+    ph: str
+    name: str
+    pid: int = 0
+    tid: int = 0
+    cat: str = ""
+    ts: float = 0.0
+    dur: float = 0.0
+    args: _Arguments | None = None
+
+
+_DECODER = msgspec.json.Decoder(_TraceEvent)
+
+
+@dataclass(slots=True)
+class Columns:
+    """[num_spans] each; times in seconds of the monotonic clock of the host that ran it."""
+
+    began_s: array[float] = field(default_factory=lambda: array("d"))
+    ended_s: array[float] = field(default_factory=lambda: array("d"))
+    names: array[int] = field(default_factory=lambda: array("H"))
+    processes: array[int] = field(default_factory=lambda: array("H"))
+    threads: array[int] = field(default_factory=lambda: array("I"))
+    numbers: array[int] = field(default_factory=lambda: array("i"))
+    """A step or a version; -1 where none was told."""
+
+
+class TraceSpans:
+    """One run's. Not for several threads at once: take `lock`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.lock = threading.Lock()
+        self._start_over()
+
+    def _start_over(self) -> None:
+        self._tails: dict[str, Tail] = {}
+        self._columns = Columns()
+        self._names: dict[str, int] = {}
+        self._processes: dict[int, int] = {}
+        self.process_names: list[str] = []
+        self.texts: dict[int, str] = {}
+        """Of a span: its rollout, request or replica."""
+        self.dropped = 0
+        """Spans that a full trace did not take."""
+        self._arrays: dict[str, NDArray[np.float64]] = {}
+        self._places: dict[tuple[str, ...], Spans] = {}
+
+    def update(self) -> None:
+        """Take in what was appended; where the run has joined its parts or was resumed, from the beginning."""
+        paths = self._paths()
+        if set(self._tails) - {str(path) for path in paths}:
+            self._start_over()
+        for path in paths:
+            tail = self._tails.setdefault(str(path), Tail(path))
+            if tail.start_over_if_replaced():
+                self._start_over()
+                return self.update()
+        before = len(self)
+        for tail in self._tails.values():
+            for line in tail.lines():
+                self._add(line)
+        if len(self) != before:
+            self._arrays, self._places = {}, {}
+        return None
+
+    def _paths(self) -> list[Path]:
+        parts = sorted((self._folder / "trace").glob("*.events"))
+        joined = self._folder / TRACE_FILE
+        return parts or ([joined] if joined.is_file() else [])
+
+    def _add(self, line: bytes) -> None:
+        try:
+            event = _DECODER.decode(line.removesuffix(b","))
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            return
+        if event.ph == "X" and len(self._columns.began_s) < _MOST_SPANS:
+            self._add_span(event)
+        elif event.ph == "M" and event.args is not None:
+            if event.name == "process_name":
+                self.process_names[self._process(event.pid)] = event.args.name
+            self.dropped += event.args.dropped
+
+    def _add_span(self, event: _TraceEvent) -> None:
+        columns = self._columns
+        place = len(columns.began_s)
+        columns.began_s.append(event.ts / 1e6)
+        columns.ended_s.append((event.ts + event.dur) / 1e6)
+        columns.names.append(self._names.setdefault(event.name, min(len(self._names), 65_535)))
+        columns.processes.append(self._process(event.pid))
+        columns.threads.append(event.tid)
+        number = -1
+        if (told := event.args) is not None:
+            number = told.step if told.step >= 0 else told.version
+            if text := told.rollout or told.request or told.replica:
+                self.texts[place] = text
+        columns.numbers.append(min(number, 2**31 - 1))
+
+    def _process(self, pid: int) -> int:
+        number = self._processes.get(pid)
+        if number is None:
+            number = self._processes[pid] = len(self._processes)
+            self.process_names.append(f"process {pid}")
+        return number
+
+    def __len__(self) -> int:
+        return len(self._columns.began_s)
+
+    @property
+    def began_s(self) -> NDArray[np.float64]:
+        """[num_spans]."""
+        return self._array("began_s", np.float64)
+
+    @property
+    def ended_s(self) -> NDArray[np.float64]:
+        """[num_spans]."""
+        return self._array("ended_s", np.float64)
+
+    @property
+    def numbers(self) -> NDArray[np.float64]:
+        """[num_spans]: steps and versions."""
+        return self._array("numbers", np.int32)
+
+    @property
+    def processes(self) -> NDArray[np.float64]:
+        """[num_spans]: places in `process_names`."""
+        return self._array("processes", np.uint16)
+
+    @property
+    def threads(self) -> NDArray[np.float64]:
+        """[num_spans]."""
+        return self._array("threads", np.uint32)
+
+    def _array(self, name: str, kind: type[np.generic]) -> NDArray[np.float64]:
+        """A copy: an array that is looked at cannot grow."""
+        found = self._arrays.get(name)
+        if found is None:
+            column = getattr(self._columns, name)
+            found = self._arrays[name] = np.array(column, kind)
+        return found
+
+    def named(self, *names: str) -> Spans:
+        """Spans of these names, in order of their beginning."""
+        found = self._places.get(names)
+        if found is None:
+            wanted = [self._names[name] for name in names if name in self._names]
+            found = np.flatnonzero(np.isin(self._array("names", np.uint16), wanted))
+            found = self._places[names] = found[np.argsort(self.began_s[found], kind="stable")]
+        return found
+
+    def name_of(self, spans: Spans) -> list[str]:
+        """The name of each."""
+        names = list(self._names)
+        return [names[number] for number in self._array("names", np.uint16)[spans].astype(int).tolist()]
+
+    def within(self, spans: Spans, from_s: float, to_s: float) -> Spans:
+        """Those of them that reach into a stretch of time."""
+        return spans[(self.ended_s[spans] >= from_s) & (self.began_s[spans] <= to_s)]
+
+    def bounds(self) -> tuple[float, float]:
+        """From the first rollout or step to the last; 0 and 0 without any."""
+        shown = self.named("rollout", "train", "wait_for_batch", "request")
+        if not len(shown):
+            return 0.0, 0.0
+        return float(self.began_s[shown].min()), float(self.ended_s[shown].max())
+
+    def each(self, spans: Spans) -> Iterator[tuple[int, float, float]]:
+        """Place, beginning and end of each."""
+        return zip(spans.tolist(), self.began_s[spans].tolist(), self.ended_s[spans].tolist(), strict=True)

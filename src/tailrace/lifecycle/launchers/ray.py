@@ -1,0 +1,251 @@
+"""Roles on the nodes of a Ray cluster, each beside an actor of its own.
+
+    RayLauncher: RayHandle ── start, ready, left, stop, kill ──► RoleHost (actor) ──► the role's process
+
+Ray finds the nodes, and others for what was on a node that is lost. Whether a role is started again is decided where it
+always is: no actor is restarted by Ray. They share the run's folder, and meet at sockets that carry the run's keys.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import signal
+import socket
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from typing_extensions import override
+
+from tailrace.config.shutdown import ShutdownSettings
+from tailrace.errors import ClusterFull, LifecycleError, SettingsError
+from tailrace.lifecycle.event_loop import first_done
+from tailrace.lifecycle.exit_codes import ExitCode
+from tailrace.lifecycle.launchers.base import Launcher, RoleHandle
+from tailrace.lifecycle.ray_cluster import RayCluster
+from tailrace.lifecycle.ray_host import HostOrder
+from tailrace.lifecycle.roles import Role
+
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
+
+_logger = logging.getLogger(__name__)
+
+_PORTS = range(20_000, 32_000)
+"""Below those that the system gives to whoever asks for any."""
+_KILL_S = 3.0
+"""How long an actor may take to kill its role, before it is taken for lost."""
+_LOOK_S, _HEAD_LOST_S = 2.0, 15.0
+"""Between two looks for the head, and how long it may be away. Ray ends this process after 60 s without."""
+
+
+class RayHandle(RoleHandle):
+    """One role's actor, life by life."""
+
+    _launcher: RayLauncher
+
+    @override
+    def _begin(self, role: Role) -> None:
+        self._why = ""
+        self._host: ActorHandle | None = None
+        self._living = self._launcher.own(self._live(role), f"host of the {self.spec.name}")
+
+    @override
+    def _terminate(self) -> None:
+        if self._host is None:
+            self._end(ExitCode.TERMINATED, "it was not placed yet")
+        else:
+            self._ask(self._host.stop)
+
+    @override
+    def _kill(self) -> None:
+        if self._host is None:
+            self._end(-signal.SIGKILL, "it was not placed yet")
+        else:
+            self._launcher.own(self._kill_host(self._host), f"end of the {self.spec.name}")
+
+    @override
+    def write_stacks(self) -> None:
+        if self.is_running and self._host is not None:
+            self._ask(self._host.write_stacks)
+
+    @override
+    def early_exit(self) -> LifecycleError:
+        return LifecycleError(self._why) if self._why else super().early_exit()
+
+    async def _live(self, role: Role) -> None:
+        """Waits for a node, then for the role to be ready, and to leave."""
+        from ray.exceptions import RayError
+
+        host: ActorHandle | None = None
+        try:
+            host = self._host = await self._launcher.start_host(role)
+            await host.start.remote(self._launcher.order(role))
+            if (address := await host.ready.remote()) is not None:
+                self._was_ready(address)
+            status, why = await host.left.remote()
+        except (SettingsError, LifecycleError) as error:
+            status, why = int(ExitCode.FAILED), f"the {self.spec.name} cannot be started: {error}"
+        except RayError as error:
+            first_line = (str(error).splitlines() or [type(error).__name__])[0]
+            status, why = -signal.SIGKILL, f"the {self.spec.name} is lost, with its actor or its node: {first_line}"
+        except Exception as error:  # noqa: BLE001 - of any kind: without a word nobody would miss the role
+            status, why = int(ExitCode.FAILED), f"the {self.spec.name} cannot be watched: {error!r}"
+        finally:
+            if host is not None:
+                self._launcher.end_actor(host)
+        self._end(status, why)
+
+    async def _kill_host(self, host: ActorHandle) -> None:
+        """End the role at once, or what is left of its actor, where that does not answer."""
+        from ray.exceptions import RayError
+
+        with contextlib.suppress(TimeoutError, RayError):
+            async with asyncio.timeout(_KILL_S):
+                await host.kill.remote()
+                await asyncio.wait({self._left})
+        self._launcher.end_actor(host)
+        self._end(-signal.SIGKILL, f"the {self.spec.name} was killed with its actor, which did not answer")
+
+    def _ask(self, method: Any) -> None:
+        """Its answer, or that there is none, means nothing: `left` says all."""
+        self._launcher.own(_ignored(method), f"word to the {self.spec.name}")
+
+    def _end(self, status: int, why: str) -> None:
+        if self.is_running:
+            self._why = why
+            self._has_left(status)
+            if self._host is None:
+                self._living.cancel()
+
+
+class RayLauncher(Launcher):
+    """A Ray actor for each role, on the nodes of a cluster."""
+
+    handle_class = RayHandle
+    has_roles_elsewhere = True
+    may_grow = True
+    hosts_agents = True
+    finds_devices = True
+
+    def __init__(self, epoch: str, logs: Path, settings: ShutdownSettings | None = None) -> None:
+        super().__init__(epoch, logs, settings)
+        self._reached: RayCluster | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @override
+    async def reserve(self) -> None:
+        plan = self.cluster
+        assert plan is not None, "no plan of the cluster"
+        self._reached = cluster = await RayCluster.reach(plan.settings, plan.run, self.epoch)
+        await cluster.require_nodes(plan.folder)
+        await cluster.reserve(plan.groups)
+
+    @override
+    async def place(self, name: str) -> None:
+        assert self.cluster is not None
+        group = self.cluster.group_of(name)
+        try:
+            await self._found.ask_for(group)
+            await self._found.wait_for(group.name)
+        except SettingsError as error:
+            await self.let_go(name)
+            raise ClusterFull(str(error)) from error
+
+    @override
+    async def let_go(self, name: str) -> None:
+        assert self.cluster is not None
+        await self._found.let_go(self.cluster.group_of(name).name)
+
+    @override
+    def address(self, name: str) -> str:
+        """A role's own is chosen on its node. Here the ports after it are free as well, one for each rank."""
+        assert self.cluster is not None
+        host = self._found.own_address
+        ranks = max(len(group.bundles) for group in self.cluster.groups if group.strategy != "SPREAD")
+        return f"tcp://{host}:{_free_port(host, ranks)}"
+
+    @override
+    async def watch(self) -> NoReturn:
+        await first_done(super().watch(), self._miss_head())
+
+    @override
+    async def close(self) -> None:
+        await super().close()
+        if self._tasks:  # all roles have left: nobody waits for an actor that cannot say so
+            await asyncio.wait(self._tasks, timeout=_KILL_S)
+        for task in self._tasks:
+            task.cancel()
+
+    @override
+    def kill(self) -> None:
+        super().kill()
+        reached, self._reached = self._reached, None
+        if reached is not None:
+            reached.close()
+
+    async def start_host(self, role: Role) -> ActorHandle:
+        """Waits for the role's group to have its nodes. Raises `SettingsError`."""
+        assert self.cluster is not None
+        name = role.spec.name
+        group = self.cluster.group_of(name).name
+        await self._found.wait_for(group)
+        return await self._found.start_host(group, name, role.life)
+
+    def order(self, role: Role) -> HostOrder:
+        """What the actor of this life is told."""
+        return HostOrder(role.spec, role.life, self.epoch, self.logs, Path.cwd(), self.settings, self.restarts)
+
+    def own(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        """A task that ends before this launcher is closed."""
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def end_actor(self, host: ActorHandle) -> None:
+        """It has nothing to do any more."""
+        if self._reached is not None:
+            self._reached.end_host(host)
+
+    @property
+    def _found(self) -> RayCluster:
+        if self._reached is None:
+            raise LifecycleError("the cluster is not reached, or let go of")
+        return self._reached
+
+    async def _miss_head(self) -> NoReturn:
+        """Waits for the cluster's head to be away for long, and raises that."""
+        cluster, loop = self._found, asyncio.get_running_loop()
+        seen_s = loop.time()
+        while True:
+            if await cluster.answers():
+                seen_s = loop.time()
+            elif loop.time() - seen_s > _HEAD_LOST_S:
+                host, port = cluster.head
+                lost = f"the head of the Ray cluster ({host}:{port}) is lost: start a cluster, and resume the run"
+                raise LifecycleError(lost)
+            await asyncio.sleep(_LOOK_S)
+
+
+async def _ignored(method: Any) -> None:
+    from ray.exceptions import RayError
+
+    with contextlib.suppress(RayError):
+        await method.remote()
+
+
+def _free_port(host: str, count: int) -> int:
+    """The first of so many in a row that nobody listens at."""
+    for port in random.sample(range(_PORTS.start, _PORTS.stop - count), 100):
+        with contextlib.ExitStack() as tried, contextlib.suppress(OSError):
+            for one in range(port, port + count):
+                tried.enter_context(socket.socket()).bind((host, one))
+            return port
+    raise SettingsError(f"no {count} ports in a row are free at {host} ({_PORTS.start} to {_PORTS.stop - 1})")
+
+
+LAUNCHER = RayLauncher

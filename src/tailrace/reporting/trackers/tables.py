@@ -1,0 +1,31 @@
+"""Rollouts as rows of a table, for trackers that have tables and no conversations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tailrace.reporting.conversations import message_text
+from tailrace.reporting.rollout_records import RolloutRecord
+
+ROLLOUT_COLUMNS = [
+    *("step", "rollout_id", "task_id", "environment", "outcome", "reward", "advantage"),
+    *("turns", "completion_tokens", "truncated", "conversation"),
+]
+
+
+def rollout_rows(rollouts: Sequence[RolloutRecord]) -> list[list[str | int | float | bool | None]]:
+    """One each, in the order of `ROLLOUT_COLUMNS`."""
+    return [
+        [
+            *(one.step, one.rollout_id, one.task_id, one.environment),
+            f"{one.outcome.state}{': ' if one.outcome.reason else ''}{one.outcome.reason}",
+            *(one.reward, one.advantage, one.turns, one.completion_tokens, one.truncated),
+            conversation_text(one),
+        ]
+        for one in rollouts
+    ]
+
+
+def conversation_text(rollout: RolloutRecord) -> str:
+    """Every message under its role; long ones are cut."""
+    return "\n\n".join(message_text(message) for message in rollout.messages)

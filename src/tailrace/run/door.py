@@ -1,0 +1,359 @@
+"""Where generators that no run started ask to join one that goes on: `tailrace serve --join`.
+
+    guest                             run
+      Apply (protocol) ─────────────► a place in the pool, or Refused
+      ◄──────────────── Offer (name, settings)
+      Announce (address, model) ────► the same model? then it is connected to, as any other generator
+      ◄──────────────── Accepted, or Refused
+      listens at its address ◄═══════ requests and weights
+
+`join.json` in the run's folder tells where the door is: a socket that only this user of this host can reach, and, where
+`generator.join_address` says so, one for other hosts, which only holders of the run's key are let in by.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Self, TypeAlias
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from tailrace.config import RunSettings
+from tailrace.config.serving import ServeSettings
+from tailrace.errors import CorruptData, ModelError, SettingsError
+from tailrace.generation.rpc.client import LendWeights
+from tailrace.generation.rpc.messages import PROTOCOL
+from tailrace.guards import guarded
+from tailrace.lifecycle.resources import own_socket_folder
+from tailrace.models.identity import ModelIdentity, identify
+from tailrace.run.engines import with_adapters
+from tailrace.run.folder import told_in, writing
+from tailrace.run.generators import Generators
+from tailrace.run.replica_pool import Place
+from tailrace.run.replica_sources import JoinedGenerator, contradiction
+from tailrace.transport.channels import CLOSE_LINGER_MS, PeerMonitor, encode, ipc_address
+from tailrace.transport.keys import CurveKeys, guard, keep_alive, read_keys, require_safe_address, write_keys
+from tailrace.transport.payloads.accounts import PayloadAccounts
+
+_logger = logging.getLogger(__name__)
+
+ANNOUNCED_WITHIN_S = 120.0
+"""How long a place is kept for a guest that was offered it: it reads a sample of its model's files meanwhile."""
+ANSWERED_WITHIN_S = 60.0
+"""How long a guest waits for the run's answer."""
+
+
+class Apply(msgspec.Struct, frozen=True, tag=True):
+    """A generator asks for a place. This one stays readable across versions."""
+
+    protocol: int
+
+
+class Offer(msgspec.Struct, frozen=True, tag=True):
+    """A place, kept for a while."""
+
+    run: str
+    name: str
+    """That the generator has in the run."""
+    life: int
+    """How many had it before."""
+    settings: bytes
+    """`ServeSettings`, as JSON: what to serve, and how."""
+    role: bytes = b""
+    """`RoleSettings`, as JSON, for a guest on this host: where weights and payloads lie."""
+
+
+class Announce(msgspec.Struct, frozen=True, tag=True):
+    """The generator is about to listen."""
+
+    name: str
+    life: int
+    address: str
+    model: ModelIdentity
+    slots: int
+    max_model_tokens: int
+
+
+class Accepted(msgspec.Struct, frozen=True, tag=True):
+    """Done."""
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """And why."""
+
+    reason: str
+
+
+class Release(msgspec.Struct, frozen=True, tag=True):
+    """Somebody asks that a generator be let go."""
+
+    name: str
+    reason: str
+
+
+Question: TypeAlias = Apply | Announce | Release
+Answer: TypeAlias = Offer | Accepted | Refused
+_QUESTIONS: msgspec.msgpack.Decoder[Question] = msgspec.msgpack.Decoder(Question)
+_ANSWERS: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
+
+
+def unpack_question(frame: bytes) -> Question:
+    """Raises `CorruptData` for bytes that are none."""
+    with guarded("a door was asked what is no question"):
+        return _QUESTIONS.decode(frame)
+
+
+def unpack_answer(frame: bytes, address: str) -> Answer:
+    """Raises `SettingsError` for bytes that are none: what listens at that address is no run."""
+    with guarded(f"--join: what listens at {address} is no run", SettingsError):
+        return _ANSWERS.decode(frame)
+
+
+class JoinPlace(msgspec.Struct, frozen=True):
+    """What `join.json` holds."""
+
+    here: str
+    """The address of the door for this host."""
+    elsewhere: str = ""
+    """For other hosts, with the run's key; empty without."""
+
+
+@dataclass(slots=True)
+class Reception:
+    """Answers at the doors of one run, on its event loop."""
+
+    settings: RunSettings
+    generators: Generators
+    epoch: str
+    role: bytes
+    """`RoleSettings` of the run, as JSON; empty where guests on this host do not see its memory either."""
+    lend: LendWeights
+    payloads: PayloadAccounts | None = None
+    _kept: dict[Place, asyncio.TimerHandle] = field(default_factory=dict)
+    """Places that were offered, until they are taken or forgotten."""
+
+    async def answer(self, question: Question, keys: CurveKeys | None, *, is_here: bool) -> Answer:
+        """`keys` are those of the door that it came through, `is_here` whether that is for this host alone."""
+        match question:
+            case Apply(protocol=protocol):
+                return self._offer(protocol, is_here=is_here)
+            case Announce():
+                return await self._announced(question, keys, is_here=is_here)
+            case Release(name=name, reason=reason):
+                return self._release(name, reason)
+
+    def _offer(self, protocol: int, *, is_here: bool) -> Offer | Refused:
+        if protocol != PROTOCOL:
+            return Refused(
+                f"the run {self.settings.name} speaks version {PROTOCOL} of the protocol, this generator version "
+                f"{protocol}: install the same version of Tailrace on both sides"
+            )
+        place = self.generators.take_in()
+        if place is None:
+            pool = self.generators.pool
+            return Refused(
+                f"the run {self.settings.name} has {pool.present} generators, as many as generator.replicas.max allows"
+            )
+        loop = asyncio.get_running_loop()
+        self._kept[place] = loop.call_later(ANNOUNCED_WITHIN_S, self._forget, place)
+        chosen = self.settings
+        served = ServeSettings(model=chosen.model, generator=with_adapters(chosen.generator, chosen.trainer.lora))
+        offered = served.model_dump_json(exclude={"generator": {"replicas", "join_address", "join_key"}}).encode()
+        return Offer(chosen.name, place.name, place.life, offered, self.role if is_here else b"")
+
+    async def _announced(self, announced: Announce, keys: CurveKeys | None, *, is_here: bool) -> Accepted | Refused:
+        place = Place(announced.name, announced.life)
+        if place not in self._kept:
+            return Refused(f"{place.name} has no place kept for it: it took longer than {ANNOUNCED_WITHIN_S:g} s")
+        self._kept.pop(place).cancel()
+        if reason := await self._objection(announced, keys):
+            self.generators.refuse(place)
+            _logger.warning("a generator at %s is not taken in: %s", announced.address, reason)
+            return Refused(reason)
+        self.generators.host(
+            JoinedGenerator(
+                place.name,
+                announced.address,
+                self.settings,
+                epoch=self.epoch,
+                slots=announced.slots,
+                instance=f"{place.name}.{place.life}",
+                keys=None if announced.address.startswith("ipc:") else keys,
+                lend=None if is_here and self.role else self.lend,
+                payloads=self.payloads,
+                on_leaving=lambda reason: self.generators.release(place.name, reason),
+            )
+        )
+        return Accepted()
+
+    async def _objection(self, announced: Announce, keys: CurveKeys | None) -> str:
+        """Why it cannot serve the run; empty where it can."""
+        try:
+            has_keys = keys is not None
+            require_safe_address(announced.address, has_keys=has_keys, setting="--address", key_setting="--key")
+            own = await asyncio.to_thread(identify, self.settings.model.name)
+        except (SettingsError, ModelError) as error:
+            return str(error)
+        if what := contradiction(own, announced.model, with_weights=True):
+            return f"the generator at {announced.address} serves {announced.model.name}, {what}"
+        if announced.max_model_tokens < self.settings.max_model_tokens:
+            return (
+                f"its slots hold {announced.max_model_tokens} tokens, and requests of the run have up to "
+                f"{self.settings.max_model_tokens}: raise --generator.max_cache_tokens"
+            )
+        return ""
+
+    def _release(self, name: str, reason: str) -> Accepted | Refused:
+        served = [replica.name for replica in self.generators.router.replicas if replica.serving]
+        if name not in served:
+            return Refused(f"no generator {name} serves the run {self.settings.name}: there are {', '.join(served)}")
+        self.generators.release(name, reason)
+        return Accepted()
+
+    def _forget(self, place: Place) -> None:
+        del self._kept[place]
+        self.generators.refuse(place)
+
+    def close(self) -> None:
+        """Forget whom places are kept for."""
+        for timer in self._kept.values():
+            timer.cancel()
+
+
+class Door:
+    """One socket at which guests ask. Make it on a running event loop. Raises `SettingsError`."""
+
+    def __init__(self, address: str, reception: Reception, keys: CurveKeys | None = None, *, is_here: bool) -> None:
+        self._reception, self._keys, self._is_here = reception, keys, is_here
+        self._context = zmq.asyncio.Context() if keys else zmq.asyncio.Context.instance()
+        self._socket = self._context.socket(zmq.ROUTER)
+        if address.startswith("tcp:"):
+            keep_alive(self._socket)
+        self._end_guard = guard(self._context, self._socket, keys) if keys else lambda: None
+        try:
+            self._socket.bind(address)
+        except zmq.ZMQError as error:
+            self._end()
+            raise SettingsError(f"generator.join_address: cannot listen at {address}: {error}") from error
+        endpoint = self._socket.getsockopt(zmq.LAST_ENDPOINT)
+        assert isinstance(endpoint, bytes)
+        self.address = endpoint.decode()
+        """Where it listens; port 0 is resolved to the chosen one."""
+        self._answering = asyncio.create_task(self._answer(), name=f"door at {self.address}")
+
+    async def _answer(self) -> None:
+        """Waits for questions, one after the other, until the run is over."""
+        while True:
+            guest, *frames = await self._socket.recv_multipart()
+            answer: Answer
+            try:
+                question = unpack_question(b"".join(frames))
+                answer = await self._reception.answer(question, self._keys, is_here=self._is_here)
+            except CorruptData as error:
+                answer = Refused(f"this is no question of a generator: {error}")
+            await self._socket.send_multipart([guest, encode(answer)])
+
+    async def close(self) -> None:
+        """Nobody may join any more."""
+        self._answering.cancel()
+        await asyncio.gather(self._answering, return_exceptions=True)
+        self._end()
+
+    def _end(self) -> None:
+        self._socket.close(linger=CLOSE_LINGER_MS)
+        self._end_guard()
+        if self._context is not zmq.asyncio.Context.instance():
+            self._context.term()
+
+
+@contextlib.asynccontextmanager
+async def open_doors(reception: Reception, told: Path) -> AsyncIterator[None]:
+    """Let generators join while inside; `told` is the file that says where. Raises `SettingsError`, `DataError`."""
+    chosen = reception.settings.generator
+    async with contextlib.AsyncExitStack() as stack:
+        stack.callback(reception.close)
+        folder = stack.enter_context(own_socket_folder(reception.epoch))
+        doors = [Door(ipc_address(folder.path, "join"), reception, is_here=True)]
+        stack.push_async_callback(doors[0].close)
+        if chosen.join_address is not None:
+            keys = await asyncio.to_thread(_keys, Path(chosen.join_key)) if chosen.join_key is not None else None
+            doors.append(Door(chosen.join_address, reception, keys, is_here=False))
+            stack.push_async_callback(doors[1].close)
+        with writing(told.parent):
+            place = JoinPlace(*(door.address for door in doors))
+            stack.enter_context(told_in(told, msgspec.json.encode(place)))
+        for door in doors:
+            _logger.info("generators may join at %s", door.address)
+        yield
+
+
+def _keys(path: Path) -> CurveKeys:
+    """Those of the file; where there is none yet, fresh ones."""
+    if path.exists():
+        return read_keys(path, "generator.join_key")
+    keys = write_keys(path, "generator.join_key")
+    _logger.info("wrote new keys to %s: copy it to where generators join from (tailrace serve --key)", path)
+    return keys
+
+
+class Asking:
+    """A guest's end of a door. An async context manager. Make it on a running event loop."""
+
+    def __init__(self, address: str, keys: CurveKeys | None = None) -> None:
+        self._address = address
+        self._socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
+        if keys:
+            keys.apply_to_client(self._socket)
+        self._monitor = PeerMonitor(self._socket, refusals=True)
+        self._socket.connect(address)
+        self._connected = asyncio.Event()
+        self._gone = asyncio.create_task(self._monitor.watch(self._connected.set), name=f"door at {address}")
+
+    async def connected(self, within_s: float) -> None:
+        """Wait for the run to be there. Raises `SettingsError`."""
+        waiting = asyncio.ensure_future(self._connected.wait())
+        await asyncio.wait({waiting, self._gone}, timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
+        waiting.cancel()
+        if self._gone.done():
+            raise self._refusal()
+        if not self._connected.is_set():
+            raise SettingsError(f"--join: no run takes generators in at {self._address} within {within_s:g} s")
+
+    async def ask(self, question: Question) -> Offer | Accepted:
+        """Ask, and wait for the answer. Raises `SettingsError` where it is a refusal, or none comes."""
+        await self._socket.send(encode(question))
+        answering = asyncio.ensure_future(self._socket.recv())
+        await asyncio.wait({answering, self._gone}, timeout=ANSWERED_WITHIN_S, return_when=asyncio.FIRST_COMPLETED)
+        if not answering.done():
+            answering.cancel()
+            if self._gone.done():
+                raise self._refusal()
+            raise SettingsError(f"--join: the run at {self._address} does not answer within {ANSWERED_WITHIN_S:g} s")
+        answer = unpack_answer(answering.result(), self._address)
+        if isinstance(answer, Refused):
+            raise SettingsError(f"--join: {answer.reason}")
+        return answer
+
+    def _refusal(self) -> SettingsError:
+        if self._connected.is_set():
+            return SettingsError(f"--join: the run at {self._address} has ended")
+        return SettingsError(
+            f"--key: what listens at {self._address} (--join) refuses the connection: give the file that is the run's "
+            "generator.join_key, or none where it has none"
+        )
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._gone.cancel()
+        await asyncio.gather(self._gone, return_exceptions=True)
+        self._monitor.close()
+        self._socket.close(linger=CLOSE_LINGER_MS)

@@ -1,0 +1,87 @@
+"""The dashboard: in a process beside the run, where `observability.ui` asks for it; and its views in the report."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import logging
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from tailrace.errors import SettingsError
+from tailrace.reporting.report import ViewsOf
+
+_MODULE = "tailrace.dashboard.beside"
+_START_S = 60.0
+_END_S = 5.0
+_logger = logging.getLogger(__name__)
+
+
+def require_page(wanted: bool) -> None:
+    """Raise `SettingsError` where the dashboard is asked for and what it needs is not installed."""
+    missing = [name for name in ("starlette", "uvicorn") if importlib.util.find_spec(name) is None]
+    if wanted and missing:
+        raise SettingsError(
+            "observability.ui needs an extra: pip install 'tailrace[ui]', or leave it out", key=("observability", "ui")
+        )
+
+
+def views_of_report() -> ViewsOf | None:
+    """The dashboard's views of what the report shows; None in a house without a dashboard."""
+    if importlib.util.find_spec("tailrace.dashboard") is None:
+        return None
+    from tailrace.dashboard.report_views import report_views
+
+    return report_views
+
+
+@contextlib.asynccontextmanager
+async def page_beside(wanted: bool, folder: Path, log: Path) -> AsyncIterator[None]:
+    """The page is there inside; its link is logged. Nothing that goes wrong with it reaches the run."""
+    if not wanted:
+        yield
+        return
+    with log.open("ab") as errors:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", _MODULE, str(folder)),
+            stdin=PIPE,
+            stdout=PIPE,
+            stderr=errors,
+            start_new_session=True,
+        )
+    telling = asyncio.create_task(_tell_link(process, log), name="dashboard's link")
+    try:
+        yield
+    finally:
+        telling.cancel()
+        await asyncio.gather(telling, return_exceptions=True)
+        await _end(process)
+
+
+async def _tell_link(process: Process, log: Path) -> None:
+    assert process.stdout is not None
+    try:
+        async with asyncio.timeout(_START_S):
+            line = await process.stdout.readline()
+    except TimeoutError:
+        line = b""
+    if line:
+        _logger.info(line.decode("utf-8", "replace").strip())
+    else:
+        _logger.warning("the dashboard did not start; %s says why", log)
+
+
+async def _end(process: Process) -> None:
+    """Its standard input closes, which it ends by; killed where it does not."""
+    assert process.stdin is not None
+    process.stdin.close()
+    try:
+        async with asyncio.timeout(_END_S):
+            await process.wait()
+    except TimeoutError:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()

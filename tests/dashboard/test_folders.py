@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tailrace.dashboard.folders import RunState, RunTable, find_runs
+from tailrace.records import RunStatus
+from tests.support.made_runs import MadeRun
+
+
+def own(folder: Path, pid: int) -> None:
+    owner = {"pid": pid, "host": socket.gethostname(), "kernel": "k", "started_at": "2026-01-01T00:00:00+00:00"}
+    (folder / "owner.json").write_bytes(msgspec.json.encode(owner))
+
+
+def state_of(folder: Path) -> RunState:
+    (row,) = RunTable().rows(find_runs(folder))
+    return row.state
+
+
+def test_how_a_run_stands(tmp_path: Path) -> None:
+    run = MadeRun(folder=tmp_path / "run")
+    run.write_steps(3)
+    own(run.folder, os.getpid())
+    assert state_of(run.folder) is RunState.RUNNING
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    own(run.folder, ended.pid)
+    assert state_of(run.folder) is RunState.CRASHED
+    (run.folder / "owner.json").unlink()
+    assert state_of(run.folder) is RunState.CRASHED
+    run.finish(RunStatus.FAILED)
+    assert state_of(run.folder) is RunState.FAILED
+
+
+def test_a_run_that_was_resumed_and_killed_is_not_called_finished(tmp_path: Path) -> None:
+    run = MadeRun(folder=tmp_path / "run").write_all()
+    assert state_of(run.folder) is RunState.FINISHED
+    own(run.folder, 2**22 + 1)
+    assert state_of(run.folder) is RunState.CRASHED
+
+
+def test_a_row_tells_of_the_newest_step_and_follows_it(tmp_path: Path) -> None:
+    run = MadeRun(folder=tmp_path / "runs" / "a", steps=9)
+    run.write_steps(2)
+    table = RunTable()
+    (row,) = table.rows(find_runs(tmp_path / "runs"))
+    assert (row.id, row.steps, row.max_steps, row.environments) == ("a", 2, 9, ["sort"])
+    assert row.reward is not None
+    assert row.reward_first is not None
+    run.write_steps(1)
+    with (run.folder / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"step":4,"reward/me')
+    (row,) = table.rows(find_runs(tmp_path / "runs"))
+    assert row.steps == 3
+
+
+def test_settings_that_differ_and_seeds_of_one_family(tmp_path: Path) -> None:
+    for name, seed, rate in (("a", 0, 1.0), ("b", 1, 1.0), ("c", 0, 2.0)):
+        MadeRun(folder=tmp_path / name, seed=seed, settings={"trainer": {"learning_rate": rate}})
+    rows = {row.id: row for row in RunTable().rows(find_runs(tmp_path))}
+    assert {name: bytes(row.differing["trainer.learning_rate"]) for name, row in rows.items()} == {
+        "a": b"1.0",
+        "b": b"1.0",
+        "c": b"2.0",
+    }
+    assert rows["a"].family == rows["b"].family != rows["c"].family
+
+
+@pytest.mark.parametrize("content", [b"", b"\x00\xff", b"{", b"[1"])
+def test_files_of_nonsense_cost_nobody_the_table(tmp_path: Path, content: bytes) -> None:
+    for name in ("config.toml", "metrics.jsonl", "events.jsonl", "summary.json", "owner.json"):
+        (tmp_path / "bad").mkdir(exist_ok=True)
+        (tmp_path / "bad" / name).write_bytes(content)
+    MadeRun(folder=tmp_path / "good").write_all()
+    states = {row.id: row.state for row in RunTable().rows(find_runs(tmp_path))}
+    assert states == {"bad": RunState.CRASHED, "good": RunState.FINISHED}
+
+
+def test_nothing_else_is_taken_for_a_run(tmp_path: Path) -> None:
+    (tmp_path / "notes").mkdir()
+    (tmp_path / ".hidden").mkdir()
+    (tmp_path / "file").write_text("")
+    assert find_runs(tmp_path) == {}
+    assert find_runs(tmp_path / "none") == {}

@@ -1,0 +1,448 @@
+"""The pages in a real browser, over run folders that real writers made."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import quote
+
+import msgspec
+import pytest
+
+from tailrace.records import Message
+from tests.support.browsers import Watched, browser, dashboard, watched
+from tests.support.made_runs import MadeRun, write_export
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
+
+pytestmark = pytest.mark.xdist_group("browser")
+
+EVIL = "<script>window.evil = 1</script><img src=x onerror='window.evil = 2'><b>bold</b>"
+ANSI = "\x1b[31mred\x1b[0m and \x07 bell, \u202eturned\u202c, \U0001f600, \u0000 nothing"
+HEBREW = "שלום עולם, مرحبا بالعالم"
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Browser]:
+    with browser() as launched:
+        yield launched
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory, chromium: Browser) -> Iterator[tuple[str, Path]]:
+    """Three finished runs, and the link to their dashboard."""
+    runs = tmp_path_factory.mktemp("site") / "runs"
+    for name, seed, rate in (("a", 0, 1e-3), ("a-seed-1", 1, 1e-3), ("b", 0, 2e-3)):
+        settings = {"trainer": {"learning_rate": rate}}
+        made = MadeRun(folder=runs / name, steps=8, seed=seed, settings=settings, num_branches=2).write_all()
+        made.write_tokens([3, 8])
+    with dashboard(runs) as link:
+        yield link, runs
+
+
+@pytest.fixture
+def page(chromium: Browser) -> Iterator[Watched]:
+    with watched(chromium) as found:
+        yield found
+        assert found.complaints == []
+
+
+def test_from_the_list_of_runs_down_to_a_rollout_and_back(site: tuple[str, Path], page: Watched) -> None:
+    page.open(site[0])
+    assert page.page.locator("tbody tr").count() == 3
+    page.page.wait_for_selector(".u-over")
+    page.page.get_by_role("link", name="a", exact=True).click()
+    page.see("curves")
+    page.page.wait_for_selector(".chart .u-over")
+    assert page.page.locator(".chart").count() > 8
+    page.page.locator(".chart .u-over").first.click()
+    page.see("groups")
+    assert re.search(r"step=\d", page.page.url)
+    assert page.page.locator(".strip").count() == 3
+    assert page.page.get_by_text("no spread").count() == 1
+    page.page.locator(".strip").first.click()
+    page.see("group")
+    assert page.page.locator(".side section").count() == 4
+    page.page.get_by_role("link", name=re.compile("^rollout 1")).click()
+    page.see("rollout")
+    assert page.page.get_by_text("Sort these names: Ida, Tom, Piper").count() == 1
+    page.page.locator("nav").get_by_text("Groups").click()
+    page.see("groups")
+    page.page.get_by_label("Step", exact=True).fill("8")
+    page.page.keyboard.press("Enter")
+    page.until("location.hash.includes('step=8')")
+    page.see("groups")
+    page.page.locator(".strip").first.click()
+    page.see("group")
+    page.page.get_by_role("link", name=re.compile("^rollout 1")).click()
+    page.see("rollout")
+    page.page.get_by_role("link", name="Tokens").click()
+    page.see("tokens")
+    page.page.locator(".viewport").focus()
+    for _ in range(22):  # the context has 20
+        page.page.keyboard.press("ArrowRight")
+    told = page.page.get_by_label("The token").inner_text()
+    assert re.search(r"from\s+sampled", told)
+    assert re.search(r"ratio\s+[01]\.\d+", told)
+    for view in ("rollout", "group", "groups", "groups", "rollout", "group", "groups", "curves", "runs"):
+        page.page.go_back()
+        page.see(view)
+
+
+def test_every_view_can_be_linked_to_and_is_drawn(site: tuple[str, Path], page: Watched) -> None:
+    rollout = quote("sort/train/300#3.1.0", safe="")
+    for view, shows in (
+        ("curves?x=wall&smooth=0.9", ".u-over"),
+        ("groups?step=3&reward=0.5..1&sort=best", ".strip"),
+        (f"group?step=3&id={quote('sort/train/300#3', safe='')}", ".side section"),
+        (f"rollout?step=3&id={rollout}", ".message.assistant"),
+        (f"tokens?step=3&id={rollout}&by=ratio", ".viewport canvas"),
+        (f"tokens?step=3&id={rollout}&branch=1", ".viewport canvas"),
+        ("groups?kind=evaluation&step=8", ".strip"),
+        ("phases?step=3", ".phase.gap"),
+        ("schedule?from=1&to=4", "canvas"),
+        ("events", "tbody tr"),
+        ("settings", "pre.code"),
+        ("chat", "pre.code"),
+    ):
+        page.open(f"{site[0]}#/run/a/{view}")
+        assert page.page.locator(shows).count() > 0, view
+        page.page.goto("about:blank")
+
+
+def test_what_is_not_there_is_said_on_the_page(site: tuple[str, Path], chromium: Browser) -> None:
+    with watched(chromium) as page:
+        for place in ("#/run/none/curves", "#/run/a/nonsense", "#/run/a/rollout?step=3&id=none"):
+            page.page.goto(site[0] + place)
+            page.page.wait_for_selector(".error")
+            page.page.goto("about:blank")
+        assert not [said for said in page.complaints if "status of 404" not in said and "no view" not in said]
+
+
+def test_groups_are_filtered_by_the_histogram_and_searched(site: tuple[str, Path], page: Watched) -> None:
+    page.open(f"{site[0]}#/run/a/groups?step=4")
+    bars = page.page.locator(".histogram button")
+    full = bars.evaluate_all("bars => bars.findIndex(bar => !bar.title.endsWith(': 0 rollouts'))")
+    bars.nth(full).click()
+    assert "reward=" in page.page.url
+    assert page.page.locator(".cell.dim").count() > 0
+    bars.nth(full).click()
+    assert page.page.locator(".cell.dim").count() == 0
+    page.page.get_by_label("Search texts and tasks").fill("piper (4.5)")
+    page.page.keyboard.press("Enter")
+    page.until("document.querySelectorAll('.cell:not(.dim)').length === 1")
+    assert page.page.locator(".strip").count() == 1
+    page.page.get_by_label("Search texts and tasks").fill("")
+    page.page.keyboard.press("Enter")
+    page.until("document.querySelectorAll('.strip').length === 3")
+    page.page.get_by_label("outcome", exact=True).select_option("timeout")
+    page.page.get_by_role("button", name="in all steps").click()
+    page.page.get_by_text("1 rollouts of this step fit, 7 of other steps").wait_for()
+
+
+def test_runs_are_sorted_filtered_and_chosen(site: tuple[str, Path], page: Watched) -> None:
+    page.open(site[0])
+    page.page.get_by_role("button", name="run", exact=True).click()
+    assert page.page.locator("tbody tr td:nth-child(2)").all_inner_texts() == ["a", "a-seed-1", "b"]
+    page.page.get_by_label("Filter runs").fill("learning_rate=0.002")
+    assert page.page.locator("tbody tr").count() == 1
+    page.page.get_by_label("Filter runs").fill("")
+    page.page.get_by_label("Show the curve of b").uncheck()
+    page.until("!document.querySelector('.legend').textContent.includes(' b ')")
+    page.page.get_by_text("one band for the seeds").click()
+    page.until("document.querySelector('.legend').textContent.includes('and 1 more seeds')")
+
+
+def test_keys_lead_everywhere(site: tuple[str, Path], page: Watched) -> None:
+    page.open(f"{site[0]}#/run/a/curves")
+    press = page.page.keyboard.press
+    press("2")
+    page.see("groups")
+    newest = page.page.get_by_label("Step", exact=True).input_value()
+    press("[")
+    page.until("document.querySelector('.view[data-ready] input[aria-label=Step]')?.value === '7'")
+    assert newest == "8"
+    press("/")
+    page.until("document.activeElement.type === 'search'")
+    page.page.locator(".strip").first.focus()
+    press("Enter")
+    page.see("group")
+    before = page.page.url
+    press("ArrowRight")
+    page.until("before => location.href !== before", arg=before)
+    page.see("group")
+    press("u")
+    page.see("groups")
+    press("?")
+    page.page.wait_for_selector("dialog")
+    press("Escape")
+    press("g")
+    press("r")
+    page.see("runs")
+
+
+def test_tokens_by_what_is_known_of_them_and_branches_beside_each_other(site: tuple[str, Path], page: Watched) -> None:
+    page.open(f"{site[0]}#/run/a/tokens?step=3&id={quote('sort/train/300#3.1.0', safe='')}")
+    colour = page.page.get_by_label("Colour tokens by")
+    pictures = set()
+    for by in ("logprob", "ratio", "advantage", "entropy", "version", "mask"):
+        colour.select_option(by)
+        page.page.wait_for_timeout(50)  # a frame
+        pictures.add(page.page.locator(".viewport canvas").first.evaluate("canvas => canvas.toDataURL()"))
+    assert len(pictures) == 6
+    page.page.get_by_label("Beside it").select_option("1")
+    page.page.wait_for_selector(".viewport >> nth=1")
+    page.page.get_by_role("button", name="least likely").click()
+    least = page.page.get_by_label("The token").inner_text()
+    assert "generator" in least
+    page.page.get_by_label("Find a text").fill("Piper")
+    page.page.keyboard.press("Enter")
+    page.until("document.querySelector('aside').textContent.includes('Piper')")
+
+
+def test_an_axis_of_nearly_equal_values_has_room_for_ticks(site: tuple[str, Path], page: Watched) -> None:
+    page.open(site[0])
+    low, high = page.page.evaluate("import('./charts.js').then(({ padded }) => padded(0.2, 0.2 + 3e-17))")
+    assert (low, high) == pytest.approx((0.18, 0.22))
+
+
+def test_a_metric_that_comes_to_be_is_asked_for_whole(tmp_path: Path, page: Watched) -> None:
+    run = MadeRun(folder=tmp_path / "runs" / "live", extra_metrics=6)
+    run.write_steps(3)
+    with dashboard(tmp_path / "runs") as link:
+        page.open(link)
+        follow = """async () => {
+          const { CurveStore } = await import("./curve_store.js");
+          window.store ??= new CurveStore("live", ["reward/mean", "eval/*/reward/mean", "phase/*/wall_s:7"]);
+          await window.store.update();
+          return Object.values(window.store.columns).map((values) => values.length);
+        }"""
+        assert page.page.evaluate(follow) == [3] * 9
+        with (run.folder / "metrics.jsonl").open("ab") as file:
+            file.write(
+                b'{"step":4,"wall_s":9,"eval/sort/reward/mean":0.5,"phase/new/wall_s":100,"phase/newer/wall_s":99}\n'
+            )
+        assert page.page.evaluate(follow) == [4] * 11
+        assert page.page.evaluate("window.store.values('eval/sort/reward/mean')") == [None, None, None, 0.5]
+        page.leave()
+
+
+def test_the_schedule_moves_by_keys(site: tuple[str, Path], page: Watched) -> None:
+    page.open(f"{site[0]}#/run/a/schedule?from=2&to=6")
+    page.page.locator("canvas").focus()
+    page.page.keyboard.press("+")
+    page.until("!location.hash.includes('from=2&')")
+    page.page.keyboard.press("ArrowRight")
+    page.until("document.querySelector('[aria-live]').textContent.includes('2.4 s of')")
+
+
+@pytest.mark.parametrize("scheme", ["dark", "light"])
+def test_both_colour_schemes_and_narrow_windows(site: tuple[str, Path], chromium: Browser, scheme: str) -> None:
+    size = {"width": 390, "height": 780}
+    with watched(chromium, color_scheme=scheme, viewport=size) as page:
+        for place in ("", "#/run/a/curves", "#/run/a/groups", "#/run/a/schedule", "#/run/a/phases", "#/run/a/settings"):
+            page.open(site[0] + place)
+            wide = page.page.evaluate("document.documentElement.scrollWidth")
+            assert wide <= size["width"], place
+            page.page.goto("about:blank")
+        page.open(site[0])
+        back, text = page.page.evaluate(
+            "(one => [one.backgroundColor, one.color])(getComputedStyle(document.documentElement))"
+        )
+        assert (_light(back) > _light(text)) == (scheme == "light")
+        page.page.get_by_label("Light or dark").click()
+        page.see("runs")
+        assert page.page.evaluate("document.documentElement.dataset.theme") == ("light" if scheme == "dark" else "dark")
+        assert page.complaints == []
+
+
+def _light(color: str) -> int:
+    return sum(map(int, re.findall(r"\d+", color)[:3]))
+
+
+def test_hostile_conversations_are_text_and_nothing_else(tmp_path: Path, page: Watched) -> None:
+    long = "word " * 220_000  # over 1 MB
+
+    def conversation(step: int, number: int) -> list[Message]:
+        return [
+            {"role": "user", "content": EVIL},
+            {"role": "assistant", "content": ANSI + HEBREW, "reasoning_content": EVIL},
+            {"role": "tool", "content": long},
+            {"role": EVIL, "content": EVIL},
+        ]
+
+    made = MadeRun(folder=tmp_path / "runs" / "evil", groups=1, conversation=conversation, environment="<i>x</i>")
+    made.write_steps(1)
+    made.write_trace()
+    rollout = quote("<i>x</i>/train/100#1.0.0", safe="")
+    with dashboard(tmp_path / "runs") as link:
+        for view in ("groups?step=1", f"rollout?step=1&id={rollout}", f"group?step=1&id={rollout[:-6]}", "schedule"):
+            page.open(f"{link}#/run/evil/{view}")
+            assert (
+                page.page.locator("main script, main img, main i:not([class]):not(.histogram i), main b b").count() == 0
+            )
+            page.page.goto("about:blank")
+        page.open(f"{link}#/run/evil/rollout?step=1&id={rollout}")
+        assert page.page.evaluate("window.evil") is None
+        shown = page.page.locator(".message pre").all_inner_texts()
+        assert shown[0] == EVIL
+        assert any("\\x1b[31mred" in text and "\\u202eturned\\u202c" in text and HEBREW in text for text in shown)
+        assert max(map(len, shown)) < 25_000
+        page.page.get_by_role("button", name=re.compile("Show all")).click()
+        page.until(
+            "length => [...document.querySelectorAll('.message pre')].some(one => one.textContent.length === length)",
+            arg=len(long),
+        )
+        page.leave()
+
+
+def test_a_live_run_grows_on_the_page_and_its_end_by_a_kill_is_seen(tmp_path: Path, page: Watched) -> None:
+    run = MadeRun(folder=tmp_path / "runs" / "live", steps=50)
+    run.write_steps(3)
+    run.write_trace(joined=False)
+    holder = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    owner = {"pid": holder.pid, "host": socket.gethostname(), "kernel": "", "started_at": ""}
+    (run.folder / "owner.json").write_bytes(msgspec.json.encode(owner))
+    try:
+        with dashboard(tmp_path / "runs") as link:
+            page.open(f"{link}#/run/live/curves")
+            page.page.wait_for_selector(".badge.live")
+            run.write_steps(4)
+            page.until("[...document.querySelectorAll('.tile')].some(one => one.textContent.startsWith('Steps7'))")
+            with (run.folder / "metrics.jsonl").open("ab") as file:
+                file.write(b'{"step":8,"reward/mean":0.5,"policy/ver')
+            holder.kill()
+            holder.wait()
+            page.until("document.querySelector('#state').textContent === 'crashed'")
+            page.page.reload()
+            page.see("curves")
+            tiles = page.page.locator(".tile").all_inner_texts()
+            assert any(re.match(r"Steps\s+7", tile) for tile in tiles), tiles
+            for view in ("groups", "phases", "schedule", "events"):
+                page.open(f"{link}#/run/live/{view}")
+                page.see(view)
+            page.leave()
+    finally:
+        holder.kill()
+        holder.wait()
+
+
+def test_tokens_of_an_export_alone_stand_in_their_places(tmp_path: Path, page: Watched) -> None:
+    run = MadeRun(folder=tmp_path / "run")
+    run.write_steps(3)
+    write_export(run.folder / "tokens" / "step_000003_rank_0.parquet", run.entries(3))
+    with dashboard(run.folder) as link:
+        page.open(f"{link}#/run/run/rollout?step=3&id={quote('sort/train/300#3.1.0', safe='')}")
+        page.page.get_by_role("link", name="Tokens").click()
+        page.see("tokens")
+        assert page.page.get_by_text("without its context").count() == 1
+        page.page.locator(".viewport").focus()
+        page.page.keyboard.press("End")
+        told = page.page.get_by_label("The token").inner_text()
+        assert re.search(r"ratio\s+[01]\.\d+", told)
+        page.leave()
+
+
+class Answers(BaseHTTPRequestHandler):
+    """What the gateway of a run answers a client of OpenAI's."""
+
+    def do_POST(self) -> None:
+        asked = msgspec.json.decode(self.rfile.read(int(self.headers["content-length"])))
+        tokens = [{"token": text, "logprob": -0.5 * at} for at, text in enumerate(("Ida", "\n", EVIL))]
+        choice = {
+            "message": {"content": "Ida\n" + EVIL},
+            "finish_reason": "stop" if asked["temperature"] == 0 else "length",
+            "logprobs": {"content": tokens},
+        }
+        known = self.headers["authorization"] == "Bearer policy's"
+        self.send_response(200 if known else 401)
+        self.end_headers()
+        self.wfile.write(msgspec.json.encode({"choices": [choice]}))
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_the_running_policy_answers_in_the_view_of_tokens(tmp_path: Path, page: Watched) -> None:
+    run = MadeRun(folder=tmp_path / "live")
+    run.write_steps(1)
+    owner = {"pid": os.getpid(), "host": socket.gethostname(), "kernel": "", "started_at": ""}
+    (run.folder / "owner.json").write_bytes(msgspec.json.encode(owner))
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as gateway, dashboard(tmp_path / "live") as link:
+        threading.Thread(target=gateway.serve_forever, daemon=True).start()
+        access = {"url": f"http://127.0.0.1:{gateway.server_port}", "key": "claims", "policy_key": "policy's"}
+        (run.folder / "gateway.json").write_bytes(msgspec.json.encode(access))
+        page.open(f"{link}#/run/live/chat")
+        page.page.get_by_label("temperature").fill("0")
+        page.page.get_by_label("Message").fill("Sort these")
+        page.page.keyboard.press("Control+Enter")
+        page.page.wait_for_selector(".message.assistant .viewport canvas")
+        assert page.page.get_by_text("3 tokens · ended by stop").count() == 1
+        page.page.locator(".viewport").focus()
+        page.page.keyboard.press("ArrowRight")
+        page.page.keyboard.press("End")
+        told = page.page.get_by_label("The token").inner_text()
+        assert "generator" in told
+        assert "-1.0000" in told
+        assert EVIL in told
+        assert page.page.evaluate("window.evil") is None
+        page.leave()
+        gateway.shutdown()
+
+
+def test_an_empty_folder_waits_for_its_first_run(tmp_path: Path, page: Watched) -> None:
+    with dashboard(tmp_path) as link:
+        page.open(link)
+        assert page.page.get_by_text("There is no run in").count() == 1
+        MadeRun(folder=tmp_path / "first").write_steps(2)
+        page.page.wait_for_selector("tbody tr")
+        page.leave()
+    (tmp_path / "only").mkdir()
+    (tmp_path / "only" / "config.toml").write_text("name = 'only'\n")
+    with dashboard(tmp_path / "only") as link:
+        page.open(link)
+        page.see("curves")  # one run alone is opened at once
+        page.open(f"{link}#/run/only/groups")
+        assert page.page.get_by_text("This run has no rollouts").count() == 1
+        page.leave()
+
+
+def test_two_hundred_runs(tmp_path: Path, page: Watched) -> None:
+    for number in range(200):
+        MadeRun(folder=tmp_path / f"run-{number:03}", steps=3, seed=number).write_steps(3, rollouts=False)
+    with dashboard(tmp_path) as link:
+        page.open(link)
+        assert page.page.locator("tbody tr").count() == 200
+        page.page.get_by_label("Filter runs").fill("run-19")
+        assert page.page.locator("tbody tr").count() == 10
+        page.leave()
+
+
+def test_the_link_of_a_reachable_address_lets_in_and_nothing_else_does(tmp_path: Path, chromium: Browser) -> None:
+    MadeRun(folder=tmp_path / "run").write_steps(1)
+    command = [sys.executable, "-m", "tailrace", "ui", str(tmp_path), "--address", "0.0.0.0:0"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"})
+    try:
+        assert process.stdout is not None
+        found = re.search(r"http://[^:]+:(\d+)/\?token=(\S+)", process.stdout.readline())
+        assert found is not None
+        place = f"http://127.0.0.1:{found.group(1)}/"
+        with watched(chromium) as page:
+            answered = page.page.goto(place)
+            assert answered is not None
+            assert answered.status == 401
+            page.open(f"{place}?token={found.group(2)}")
+            page.see("runs")
+            assert "token" not in page.page.url
+    finally:
+        process.terminate()
+        process.wait(30)

@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tailrace.dashboard.run_data import RunData
+from tailrace.dashboard.schedule import Bar
+from tests.support.made_runs import STEP_S, MadeRun
+
+
+@pytest.fixture(params=[True, False], ids=["joined", "parts"])
+def run(request: pytest.FixtureRequest, tmp_path: Path) -> RunData:
+    made = MadeRun(folder=tmp_path / "run", steps=6)
+    made.write_steps(6)
+    made.write_trace(joined=request.param)
+    return RunData(made.folder)
+
+
+def test_a_stretch_has_its_lanes_swaps_and_rollouts(run: RunData) -> None:
+    schedule = run.schedule(2.0, 5.0)
+    assert schedule is not None
+    assert [(lane.name, lane.kind) for lane in schedule.lanes] == [("trainer", "trainer"), ("generator", "replica")]
+    trainer, generator = schedule.lanes
+    assert {span.name for span in trainer.spans} == {"wait_for_batch", "train", "publish"}
+    assert max(generator.busy) == 12
+    assert all(2.0 <= swap.at_s <= 5.0 for swap in schedule.swaps)
+    assert [swap.version for swap in schedule.swaps] == [1, 2]
+    assert schedule.num_rollouts == len(schedule.rollouts) > 12
+
+
+def test_a_rollout_knows_its_parts_its_step_and_how_old_its_tokens_were(run: RunData) -> None:
+    schedule = run.schedule(0.0, 4.0)
+    assert schedule is not None
+    rollout = next(one for one in schedule.rollouts if one.rollout_id == "sort/train/200#2.0.0")
+    assert [part.name for part in rollout.parts] == ["environment", "generate"]
+    assert (rollout.step, rollout.outcome) == (2, "trained")
+    assert rollout.staleness == 1.0  # sampled by version 0, trained by step 2
+    assert rollout.queued_s == pytest.approx(0.05, abs=1e-3)
+    assert rollout.trained_s is not None
+    assert rollout.trained_s > rollout.ended_s
+
+
+def test_a_waterfall_names_what_everybody_waited_for(run: RunData) -> None:
+    waterfall = run.waterfall(3)
+    assert waterfall is not None
+    assert (waterfall.step, waterfall.steps) == (3, [1, 2, 3, 4, 5, 6])
+
+    def took(bars: list[Bar]) -> float:
+        return sum(bar.ended_s - bar.began_s for bar in bars)
+
+    waits = [bar for bar in waterfall.bars if bar.name == "wait_for_batch"]
+    assert took(waits[:1]) == pytest.approx(0.3, abs=0.01)
+    trains = [bar for bar in waterfall.bars if bar.name == "train"]
+    assert took(trains) == pytest.approx(STEP_S - 0.35, abs=0.01)
+    idle = [bar for bar in waterfall.bars if bar.is_gap and bar.lane == "generator"]
+    assert {bar.name for bar in idle} == {"no request in flight"}
+    assert all(0 <= bar.began_s <= bar.ended_s <= waterfall.length_s for bar in waterfall.bars)
+
+
+def test_a_rollout_in_flight_says_what_it_waits_for(tmp_path: Path) -> None:
+    made = MadeRun(folder=tmp_path / "run", steps=6)
+    made.write_steps(6)
+    made.write_trace(joined=False)
+    for line in ("sort/train/900#9.0.0/0/2", "sort/train/901#9.1.0/0/1"):
+        with (made.folder / "trace" / "generator.events").open("a") as file:
+            file.write(
+                '{"ph":"X","name":"request","cat":"requests","pid":1002,"tid":1,"ts":109000000,"dur":500000,'
+                f'"args":{{"request":"{line}"}}}}\n'
+            )
+    schedule = RunData(made.folder).schedule(None, None)
+    assert schedule is not None
+    assert {one.rollout_id: one.waits_for.split(",")[0] for one in schedule.waiting} == {
+        "sort/train/900#9.0.0": "its environment",
+        "sort/train/901#9.1.0": "its environment",
+    }
+
+
+def test_without_a_trace_there_is_nothing_to_show(tmp_path: Path) -> None:
+    made = MadeRun(folder=tmp_path / "run")
+    made.write_steps(1)
+    (made.folder / "trace.json").write_text('{"displayTimeUnit":"ms","traceEvents":[\n]}\n')
+    run = RunData(made.folder)
+    assert run.schedule(None, None) is None
+    assert run.waterfall(None) is None
+
+
+def test_a_trace_that_grows_is_followed_and_its_joining_changes_nothing(tmp_path: Path) -> None:
+    made = MadeRun(folder=tmp_path / "run", steps=6)
+    made.write_steps(3)
+    made.write_trace(joined=False)
+    run = RunData(made.folder)
+    before = run.schedule(None, None)
+    with (made.folder / "trace" / "trainer.events").open("a") as file:
+        file.write('{"ph":"X","name":"train","pid":1001,"tid":1,"ts":107000000,"dur":900000,"args":{"step":4}}\n{"ph":')
+    after = run.schedule(None, None)
+    assert before is not None
+    assert after is not None
+    assert [span.number for span in after.steps] == [*(span.number for span in before.steps), 4]

@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tailrace.dashboard.metric_columns import MetricColumns
+from tailrace.dashboard.tailing import Tail, last_lines
+
+
+@given(st.lists(st.binary(min_size=1, max_size=9).filter(lambda line: b"\n" not in line)), st.integers(1, 7))
+def test_every_line_comes_once_however_the_file_grows(tmp_path_factory, lines: list[bytes], piece: int) -> None:
+    path = tmp_path_factory.mktemp("tail") / "lines"
+    data = b"".join(line + b"\n" for line in lines)
+    tail, seen = Tail(path), list[bytes]()
+    for start in range(0, len(data), piece):
+        with path.open("ab") as file:
+            file.write(data[start : start + piece])
+        seen.extend(tail.lines())
+    assert seen == lines
+
+
+def test_a_line_without_an_end_is_left_for_later(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    path.write_bytes(b'{"step": 1}\n{"step": 2, "rew')
+    tail = Tail(path)
+    assert [*tail.lines()] == [b'{"step": 1}']
+    with path.open("ab") as file:
+        file.write(b'ard": 0.5}\n')
+    assert [*tail.lines()] == [b'{"step": 2, "reward": 0.5}']
+    assert [*tail.lines()] == []
+
+
+def test_a_file_that_a_resume_wrote_anew_is_read_from_its_beginning(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step":1,"a":1.5}\n{"step":2,"a":2.5}\n')
+    columns = MetricColumns(path)
+    columns.update()
+    assert columns.values("a") == [1.5, 2.5]
+    shortened = tmp_path / "metrics.jsonl.part"
+    shortened.write_bytes(b'{"step":1,"a":1.5}\n')
+    shortened.replace(path)
+    columns.update()
+    assert (columns.values("a"), columns.generation) == ([1.5], 1)
+
+
+def test_lines_that_were_cut_short_or_are_nonsense_are_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step":1,"a":1.0,"b":null}\n{"step":2,"a"\nnull\n[1]\n\xff\n{"step":3,"c":3.0}\n{"st')
+    columns = MetricColumns(path)
+    columns.update()
+    assert columns.values("step") == [1.0, 3.0]
+    assert [str(value) for value in columns.values("a")] == ["1.0", "nan"]
+    assert [str(value) for value in columns.values("c")] == ["nan", "3.0"]
+    assert columns.matching(["a", "*"]) == ["step", "a", "c"]
+
+
+def test_of_many_metrics_only_the_largest_are_asked_for(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step":1,"phase/a/wall_s":1.0,"phase/b/wall_s":3.0,"phase/c/wall_s":2.0}\n')
+    columns = MetricColumns(path)
+    columns.update()
+    assert columns.matching(["phase/*/wall_s:2"]) == ["phase/b/wall_s", "phase/c/wall_s"]
+    with path.open("ab") as file:
+        file.write(b'{"step":2,"phase/a/wall_s":9.0}\n')
+    columns.update()
+    assert columns.matching(["step", "phase/*/wall_s:2"]) == ["step", "phase/a/wall_s", "phase/b/wall_s"]
+
+
+def test_the_end_of_a_file_is_whole_lines(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    path.write_bytes(b"first\nsecond\nthird\ncut")
+    assert last_lines(path, 12) == [b"third"]
+    assert last_lines(path, 1_000) == [b"first", b"second", b"third"]
+    assert last_lines(tmp_path / "none", 10) == []

@@ -1,0 +1,83 @@
+"""What the router does for one of many replicas does not grow with the others."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Iterable
+from types import FrameType
+
+import pytest
+
+from tailrace.generation.engines.protocol import EngineStatistics
+from tailrace.generation.router.replica import ReplicaClient
+from tailrace.generation.router.router import Router
+from tailrace.generation.router.settings import RouterSettings
+from tailrace.records import Completion, GenerationRequest, ModelStateDictRef, OnChunk
+from tailrace.simulation.virtual_time import run_in_virtual_time
+
+STATISTICS = EngineStatistics(
+    policy_version=0, running=0, waiting=0, running_tokens=0, kv_tokens=0, kv_capacity_tokens=1
+)
+FEW, MANY = 32, 256
+
+
+class Loading(ReplicaClient):
+    """Loads weights for a while, each replica for another while."""
+
+    def __init__(self, load_s: float) -> None:
+        self._load_s = load_s
+        self._failed: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
+
+    @property
+    def failure(self) -> Exception | None:
+        return self._failed.result() if self._failed.done() else None
+
+    async def generate(self, request: GenerationRequest, on_chunk: OnChunk | None = None) -> Completion:
+        raise AssertionError("nothing is asked")
+
+    async def load_model_state_dict(self, ref: ModelStateDictRef) -> int:
+        await asyncio.sleep(self._load_s)
+        return ref.version
+
+    async def interrupt(self, request_ids: Iterable[str] | None = None) -> int:
+        return 0
+
+    async def failed(self) -> Exception:
+        return await asyncio.shield(self._failed)
+
+    def fail(self, failure: Exception) -> None:
+        self._failed.set_result(failure)
+
+
+async def calls_per_replica(replicas: int, versions: int) -> float:
+    """Of Python functions, for each version and replica, reports included."""
+    names = [f"generator-{number}" for number in range(replicas)]
+    router = Router(names, RouterSettings(), max_staleness=4)
+    clients = [Loading(1 + (7 * number) % replicas / replicas) for number in range(replicas)]
+    uses = [asyncio.create_task(router.use(*one, STATISTICS)) for one in zip(names, clients, strict=True)]
+    await asyncio.sleep(1)
+    calls = 0
+
+    def count(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    sys.setprofile(count)
+    try:
+        for version in range(1, versions + 1):
+            await router.load_model_state_dict(ModelStateDictRef(version=version, uri="", num_bytes=0))
+            for name in names:
+                router.report(name, STATISTICS, 0)
+    finally:
+        sys.setprofile(None)
+    for use in uses:
+        use.cancel()
+    await asyncio.gather(*uses, return_exceptions=True)
+    return calls / replicas / versions
+
+
+@pytest.mark.skipif(sys.gettrace() is not None, reason="counts calls, which a debugger makes more of")
+def test_new_weights_and_reports_cost_as_much_for_each_of_many_as_of_few() -> None:
+    few, many = (run_in_virtual_time(calls_per_replica(replicas, 3)) for replicas in (FEW, MANY))
+    assert many < 1.5 * few

@@ -1,0 +1,371 @@
+"""Runs whose roles are on the nodes of a Ray cluster, each of which a test may lose."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import platform
+import re
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from importlib.metadata import version as package_version
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tailrace.config.ray import RaySettings
+from tailrace.errors import SettingsError
+from tailrace.lifecycle.ray_cluster import RayCluster
+from tailrace.records import RunStatus
+from tailrace.reporting.summary import read_summary
+from tailrace.run.joined_serving import release
+from tests.run.runs import PATIENCE_S, Command, command, records, rollouts, tiny_settings
+from tests.run.test_joined_runs import joining, newest, require_nothing_lost
+from tests.support.faults import Fault
+from tests.support.ray_clusters import RayNodes, ray_cluster
+
+pytestmark = pytest.mark.xdist_group("ray")
+
+ENDS_S = 30.0
+"""In which nothing of a run is left whose own process was killed."""
+QUIET = ("--observability.report", "false", "--observability.live", "off")
+LIGHT = (
+    *("--placement", "tests.support.light_ray:LightRayLauncher", "--scheduling.max_staleness", "20"),
+    *("--trainer.checkpoint_every_steps", "3", "--generator.router.report_every_s", "0.2", *QUIET),
+)
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[RayNodes]:
+    """Three, of which each has room for one role more than a run of one generator needs."""
+    with ray_cluster(1, 1, 1) as cluster:
+        yield cluster
+
+
+def on(cluster: RayNodes, *overrides: str) -> tuple[str, ...]:
+    return (*LIGHT, "--ray.address", cluster.address, *overrides)
+
+
+def role(run: Command, name: str) -> psutil.Process:
+    """The process of a role, known by the log that it writes; a raylet's worker started it."""
+    log = str(run.folder / "logs" / f"{name}.log")
+    deadline_s = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline_s:
+        assert run.process.poll() is None, run.wait()
+        for process in psutil.process_iter():
+            try:
+                if any(file.path == log for file in process.open_files()):
+                    return process
+            except psutil.Error:
+                continue
+    raise AssertionError(f"no {name} runs")
+
+
+def require_all_gone(processes: list[psutil.Process]) -> None:
+    _, left = psutil.wait_procs(processes, timeout=ENDS_S)
+    assert not left
+
+
+def require_finished(run: Command, printed: str, steps: int, *, loses_workers: bool = False) -> None:
+    """Without the loss of any rollout; those that a lost worker held were played once more."""
+    assert [record["step"] for record in records(run.folder / "metrics.jsonl")] == list(range(1, steps + 1)), printed
+    summary = read_summary(run.folder)
+    assert (summary.status, summary.steps) == (RunStatus.FINISHED, steps)
+    assert summary.ledger.balances
+    assert set(summary.ledger.by_reason["failed"]) <= ({"worker_lost"} if loses_workers else set())
+    ended = {record["rollout_id"]: record["outcome"]["state"] for record in rollouts(run.folder)}
+    lost = [rollout_id for rollout_id, state in ended.items() if state == "failed"]
+    assert [one for one in lost if f"{one.removesuffix('.0')}.1" not in ended] == []
+    assert not list(run.folder.glob("tailrace-run-*"))
+
+
+def test_a_run_on_three_nodes_loses_each_of_its_roles_and_finishes_and_leaves_nothing(
+    nodes: RayNodes, tmp_path: Path
+) -> None:
+    with command(tmp_path, *on(nodes, "--max_steps", "40", "--rollouts.agent_workers", "1")) as run:
+        run.wait_for_steps(5)
+        roles = [role(run, name) for name in ("generator", "agent-worker-0", "trainer")]
+        assert len({nodes.node_of(one).raylet_socket_name for one in roles}) == 3
+        for steps, lost in zip((10, 15, 20), roles, strict=True):
+            lost.kill()
+            run.wait_for_steps(steps)
+        roles += [role(run, name) for name in ("generator", "agent-worker-0", "trainer")]
+        status, printed = run.wait()
+        assert (status, run.leftovers()) == (0, []), printed
+        require_all_gone(roles)
+    require_finished(run, printed, 40, loses_workers=True)
+
+
+def test_nothing_is_left_of_a_run_whose_own_process_is_killed_and_it_goes_on(nodes: RayNodes, tmp_path: Path) -> None:
+    with command(tmp_path, *on(nodes, "--max_steps", "10000", "--rollouts.agent_workers", "1")) as run:
+        run.wait_for_steps(8)
+        roles = [role(run, name) for name in ("trainer", "generator", "agent-worker-0")]
+        (agents,) = roles[-1].children()
+        os.kill(run.pid, signal.SIGKILL)
+        require_all_gone([*roles, agents])
+    done = len(records(run.folder / "metrics.jsonl"))
+    resumed = ("--resume", "--allow-changed-settings", "--max_steps", str(done + 5))
+    with command(tmp_path, *on(nodes, *resumed)) as run:
+        status, printed = run.wait()
+        assert status == 0, printed
+    assert read_summary(run.folder).steps == done + 5
+
+
+GROWING = (
+    *("--generator.replicas", "{min = 1, max = 3, grow_after_s = 1.5, shrink_after_s = 20}"),
+    *("--rollouts.max_tokens", "400", "--max_steps", "100000"),
+)
+"""Of rollouts that take long enough to fill slots on a busy machine."""
+
+
+def told(run: Command, kind: str) -> list[str]:
+    """The generators that the run told this of."""
+    return [event["name"] for event in records(run.folder / "events.jsonl") if event["type"] == kind]
+
+
+def test_a_run_asks_for_generators_while_slots_are_full_and_lets_them_go(nodes: RayNodes, tmp_path: Path) -> None:
+    with command(tmp_path, *on(nodes, *GROWING, "--ray.wait_s", "3")) as run:
+        run.wait_until(lambda: len(told(run, "ReplicaJoined")) == 2)
+        spare = role(run, "generator-1")
+        asyncio.run(release(str(run.folder), "generator-1", None))
+        require_all_gone([spare])
+        run.wait_until(lambda: len(told(run, "ReplicaJoined")) == 3)
+        run.process.terminate()
+        status, printed = run.wait()
+        assert status == 143, printed
+    assert read_summary(run.folder).ledger.balances
+    assert "asks for 2 generators: 1 serve, and their slots are full" in printed
+
+
+def test_a_run_that_a_cluster_has_no_room_for_is_refused_at_once(nodes: RayNodes, tmp_path: Path) -> None:
+    with command(tmp_path, *on(nodes, "--generator.replicas", "3")) as run:
+        status, printed = run.wait()
+    assert status == 2, printed
+    assert "the cluster is too small for this run" in printed
+    assert "Fits nowhere: the generator-2 (1 CPU)" in printed
+
+
+def test_a_dry_run_says_which_role_would_be_on_which_node(nodes: RayNodes, tmp_path: Path) -> None:
+    many = ("--placement", "ray", "--ray.address", nodes.address, "--generator.replicas", "3", "--dry-run")
+    with command(tmp_path, *many) as run:
+        status, printed = run.wait()
+    assert status == 0, printed
+    found = re.findall(r"Node 127\.0\.0\.(\d) \(\w+, 1 CPU\): (\S+)\.", printed)
+    assert {number for number, _ in found} == {"1", "2", "3"}
+    assert {name for _, name in found} == {"trainer", "generator-0", "generator-1"}
+    assert "Fits nowhere: the generator-2 (1 CPU)." in printed
+    assert not run.folder.exists()
+
+
+@pytest.mark.long
+def test_a_second_run_waits_for_room_and_then_says_that_there_is_none(nodes: RayNodes, tmp_path: Path) -> None:
+    with command(tmp_path, *on(nodes, "--max_steps", "10000", "--generator.replicas", "2")) as first:
+        first.wait_for_steps(1)
+        with command(tmp_path, *on(nodes, "--ray.wait_s", "6"), name="second") as second:
+            status, printed = second.wait()
+        assert status == 2, printed
+        assert "waits for the cluster to have room for the trainer (1 CPU); free are 0 of 3 CPUs" in printed
+        assert "had no room for the trainer (1 CPU) within 6 s (ray.wait_s)" in printed
+        first.process.terminate()
+        status, printed = first.wait()
+        assert status == 143, printed
+
+
+LOSSES = (*LIGHT, "--restarts.silence_s", "5", "--max_steps", "150")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["generator-1", "trainer", "agent-worker-1"])
+def test_a_node_that_is_lost_costs_no_step_and_no_rollout(tmp_path: Path, name: str) -> None:
+    two = ("--generator.replicas", "2", "--rollouts.agent_workers", "2")
+    with ray_cluster(0, 2, 2, 2, 2) as nodes:
+        with command(tmp_path, *LOSSES, "--ray.address", nodes.address, *two) as run:
+            run.wait_for_steps(10)
+            agents = [nodes.node_of(role(run, f"agent-worker-{number}")) for number in range(2)]
+            assert agents[0] is not agents[1]
+            lost = nodes.node_of(role(run, name))
+            nodes.lose(lost)
+            run.wait_for_steps(40)
+            assert nodes.node_of(role(run, name)) is not lost
+            status, printed = run.wait()
+            assert status == 0, printed
+        require_finished(run, printed, 150, loses_workers=True)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("whole", [True, False], ids=["node", "raylet"])
+@pytest.mark.parametrize("place", ["trainer startup", "generator startup", "generator transfer"])
+def test_a_node_that_is_lost_while_its_role_starts_or_loads_weights_is_no_loss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, whole: bool
+) -> None:
+    marks = tmp_path / "marks"
+    marks.mkdir()
+    fault = Fault(marks, place.split(maxsplit=1)[0], "killed", place)
+    for name, value in fault.variables.items():  # which nodes hand on to what they start
+        monkeypatch.setenv(name, value)
+    with ray_cluster(0, 1, 1, 1) as nodes:
+        with command(tmp_path, *LOSSES, "--ray.address", nodes.address) as run:
+            run.wait_until(fault.mark("reached-0").exists)
+            struck = psutil.Process(int(fault.mark("reached-0").read_text()))
+            nodes.lose(nodes.node_of(struck), whole=whole)
+            require_all_gone([struck])  # though it stands still, and nobody killed it where the raylet alone is gone
+            fault.place_mark("struck-0", "")
+            status, printed = run.wait()
+            assert status == 0, printed
+        require_finished(run, printed, 150)
+
+
+@pytest.mark.long
+def test_a_run_whose_cluster_loses_its_head_fails_and_goes_on_in_another(tmp_path: Path) -> None:
+    with ray_cluster(0, 1, 1) as nodes:
+        with command(tmp_path, *LIGHT, "--ray.address", nodes.address, "--max_steps", "100000") as run:
+            run.wait_for_steps(10)
+            roles = [role(run, one) for one in ("trainer", "generator")]
+            nodes.lose_head()
+            status, printed = run.wait()
+            assert status == 1, printed
+            require_all_gone(roles)
+        summary = read_summary(run.folder)
+        assert summary.status is RunStatus.FAILED
+        assert "the head of the Ray cluster" in summary.reason
+        assert summary.ledger.balances
+    resumed = ("--resume", "--allow-changed-settings", "--max_steps", str(summary.steps + 5))
+    with ray_cluster(2) as nodes, command(tmp_path, *LIGHT, "--ray.address", nodes.address, *resumed) as run:
+        status, printed = run.wait()
+        assert status == 0, printed
+
+
+TIMES = 10
+
+
+@pytest.mark.long
+def test_generators_join_on_nodes_that_are_added_and_leave_ten_times_with_nothing_lost(tmp_path: Path) -> None:
+    """A test adds the node, as an autoscaler would for the group that waits."""
+    with ray_cluster(1, 1) as nodes:
+        growing = ("--ray.address", nodes.address, *GROWING, "--ray.wait_s", "30")
+        with command(tmp_path, *LIGHT, *growing) as run:
+            run.wait_until(lambda: "asks for 2 generators" in (run.folder / "logs/orchestrator.log").read_text())
+            nodes.add(1)
+            for number in range(TIMES):
+                run.wait_until(lambda number=number: len(told(run, "ReplicaJoined")) == number + 2)
+                newest = told(run, "ReplicaJoined")[-1]
+                assert nodes.node_of(role(run, newest)) is nodes.nodes[-1]
+                asyncio.run(release(str(run.folder), newest, None))
+                run.wait_until(lambda number=number: len(told(run, "ReplicaLeft")) == number + 1)
+            run.process.terminate()
+            status, printed = run.wait()
+            assert status == 143, printed
+    ledger = read_summary(run.folder).ledger
+    assert ledger.balances
+    assert ledger.by_state["failed"] == 0
+
+
+@pytest.mark.long
+def test_nothing_is_left_of_a_trainer_that_computes_when_the_run_is_killed(tmp_path: Path) -> None:
+    long_steps = ("--scheduling.batch_size", "256", "--rollouts.group_size", "8", "--rollouts.agent_workers", "1")
+    with ray_cluster(1, 1, 1) as nodes:
+        real = ("--placement", "ray", "--ray.address", nodes.address, *QUIET, "--trainer.checkpoint_every_steps", "1")
+        with command(tmp_path, *real, *long_steps) as run:
+            run.wait_for_steps(2)
+            roles = [role(run, name) for name in ("trainer", "generator", "agent-worker-0")]
+            os.kill(run.pid, signal.SIGKILL)
+            require_all_gone(roles)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("wider", [("--generator.replicas", "2"), ("--trainer.ranks", "2")])
+def test_the_quickstart_trains_on_three_nodes(tmp_path: Path, wider: tuple[str, str]) -> None:
+    with ray_cluster(1, 1, 1) as nodes:
+        real = ("--placement", "ray", "--ray.address", nodes.address, *QUIET)
+        with command(tmp_path, *real, "--max_steps", "12", *wider) as run:
+            status, printed = run.wait()
+            assert status == 0, printed
+        require_finished(run, printed, 12)
+
+
+@pytest.mark.long
+def test_a_generator_joins_a_run_on_a_cluster_that_is_full_and_leaves_it(tmp_path: Path) -> None:
+    elastic = ("--generator.replicas", "{min = 1, max = 4}", "--generator.router.report_every_s", "0.1")
+    with ray_cluster(1, 1) as nodes:
+        real = ("--placement", "ray", "--ray.address", nodes.address, *QUIET, "--max_steps", "10000")
+        with command(tmp_path, *real, *elastic) as run, joining(tmp_path, "--join", "run") as guest:
+            run.wait_until(lambda: len(told(run, "ReplicaJoined")) == 2)
+            _, name = told(run, "ReplicaJoined")
+            run.wait_until(lambda: newest(run, f"generator/{name}/policy_version") > 0)
+            guest.send_signal(signal.SIGTERM)
+            run.wait_until(lambda: told(run, "ReplicaLeft") == [name])
+            assert guest.wait(PATIENCE_S) == 143
+            run.process.terminate()
+            status, printed = run.wait()
+            assert status == 143, printed
+    require_nothing_lost(run, printed)
+
+
+@pytest.mark.long
+def test_experts_that_a_generator_chose_reach_the_trainer_on_another_node(tmp_path: Path) -> None:
+    from tests.run.test_router_replay import save_mixtral  # which imports torch
+
+    returning = ("--model.name", str(save_mixtral(tmp_path / "mixtral")), "--generator.return_routed_experts", "true")
+    with ray_cluster(0, 1, 1) as nodes:
+        real = ("--placement", "ray", "--ray.address", nodes.address, "--max_steps", "3", *QUIET)
+        with command(tmp_path, *real, *returning) as run:
+            apart = {nodes.node_of(role(run, name)).raylet_socket_name for name in ("trainer", "generator")}
+            assert len(apart) == 2
+            status, printed = run.wait()
+            assert status == 0, printed
+        require_finished(run, printed, 3)
+    for line in records(run.folder / "metrics.jsonl"):
+        assert line["training/replayed_share"] > 0.5
+
+
+def test_a_cluster_of_other_versions_is_refused_with_both(nodes: RayNodes, tmp_path: Path) -> None:
+    with nodes.says_versions(ray="9.9.9", python="3.99.1"), command(tmp_path, *on(nodes)) as run:
+        status, printed = run.wait()
+    assert status == 2, printed
+    told = " ".join(printed.split())
+    assert "the cluster has Ray 9.9.9 and Python 3.99.1" in told
+    assert f"and this process Ray {package_version('ray')} and Python {platform.python_version()}" in told
+
+
+@pytest.mark.long
+def test_a_node_with_another_version_is_named(tmp_path: Path) -> None:
+    (other := tmp_path / "other" / "tailrace-9.9.dist-info").mkdir(parents=True)
+    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: tailrace\nVersion: 9.9\n")
+    with ray_cluster(2, first_import=other.parent) as nodes, command(tmp_path, *on(nodes)) as run:
+        status, printed = run.wait()
+    assert status == 2, printed
+    assert "the cluster's node 127.0.0.1 has Tailrace 9.9, and this process" in printed
+
+
+@pytest.mark.long
+def test_an_address_where_something_else_listens_is_refused_in_time(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        with command(tmp_path, *LIGHT, "--ray.address", address) as run:
+            began_s = time.monotonic()
+            status, printed = run.wait()
+    assert status == 2, printed
+    assert f"ray.address = '{address}'" in printed
+    assert time.monotonic() - began_s < 2 * ENDS_S  # with the start of a process on a busy machine
+
+
+async def test_an_address_where_no_cluster_is_is_refused() -> None:
+    with pytest.raises(SettingsError, match=r"ray\.address = '127\.0\.0\.1:1': nothing answers there"):
+        await RayCluster.reach(RaySettings(address="127.0.0.1:1"), "run", "epoch")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "why"),
+    [
+        (("--ray.wait_s", "3"), "ray is about placement = 'ray'"),
+        (("--placement", "ray", "--transport.batches", "shared_memory"), "stays on one node"),
+        (("--placement", "ray", "--generator.device", "cuda:1"), "names a GPU of one machine"),
+        (("--ray.address", "ray://host:1"), "pattern"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(overrides: tuple[str, ...], why: str) -> None:
+    with pytest.raises(SettingsError, match=why):
+        tiny_settings(*overrides)

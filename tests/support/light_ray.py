@@ -1,0 +1,24 @@
+"""The light roles, on the nodes of a Ray cluster, beside agent workers as they are."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from typing_extensions import override
+
+from tailrace.lifecycle.launchers import RoleHandle
+from tailrace.lifecycle.launchers.ray import RayLauncher
+from tailrace.lifecycle.roles import RoleSpec
+from tailrace.run.roles import AGENT_WORKER
+from tests.support import light_roles
+
+
+class LightRayLauncher(RayLauncher):
+    """Starts these roles in place of the run's own."""
+
+    @override
+    def start(self, spec: RoleSpec, *, is_replaceable: bool = False, life: int = 0) -> RoleHandle:
+        if spec.entry != AGENT_WORKER:
+            kind = "trainer" if spec.name.startswith("trainer") else "generator"
+            spec = replace(spec, entry=f"{light_roles.__name__}:{kind}")
+        return super().start(spec, is_replaceable=is_replaceable, life=life)

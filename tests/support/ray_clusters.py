@@ -1,0 +1,112 @@
+"""A Ray cluster of several nodes on this machine: raylets of their own, one head, no dashboard, no network."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tests.run.runs import IMPORTS
+
+_ON_LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_worker_niceness": "0"}
+"""Else Ray takes the loopback for the address by which others reach this machine."""
+_NODE = {
+    "object_store_memory": 80 << 20,
+    "include_dashboard": False,
+    "include_log_monitor": False,
+}
+_QUICK = {  # a node that is killed is missed within seconds
+    "health_check_initial_delay_ms": 1000,
+    "health_check_period_ms": 500,
+    "health_check_failure_threshold": 4,
+}
+
+
+@dataclass
+class RayNodes:
+    """The cluster's nodes, the head first."""
+
+    cluster: Any
+    nodes: list[Any]
+
+    @property
+    def address(self) -> str:
+        address = self.cluster.address
+        assert isinstance(address, str)
+        return address
+
+    def node_of(self, process: psutil.Process) -> Any:
+        """Which node's raylet started what started this process."""
+        ancestors = {one.pid for one in process.parents()}
+        return next(node for node in self.nodes if raylet_of(node).pid in ancestors)
+
+    def add(self, cpus: int) -> None:
+        address = f"127.0.0.{len(self.cluster.list_all_nodes()) + 1}"
+        self.nodes.append(self.cluster.add_node(num_cpus=cpus, node_ip_address=address, **_NODE))
+
+    def lose(self, node: Any, *, whole: bool = True) -> None:
+        """As a machine that loses its power: nothing of it says a word. Or the raylet alone is killed."""
+        raylet = psutil.Process(raylet_of(node).pid)
+        for process in [raylet, *(raylet.children(recursive=True) if whole else [])]:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        self.nodes.remove(node)
+        self.cluster.remove_node(node, allow_graceful=False)
+
+    @contextmanager
+    def says_versions(self, ray: str, python: str) -> Iterator[None]:
+        """Whoever comes is told that it was started with these."""
+        from ray._raylet import GcsClient
+
+        client, place = GcsClient(address=self.address), {"namespace": b"cluster"}
+        told = client.internal_kv_get(b"CLUSTER_METADATA", **place)
+        other = json.dumps({**json.loads(told), "ray_version": ray, "python_version": python}).encode()
+        client.internal_kv_put(b"CLUSTER_METADATA", other, True, **place)
+        try:
+            yield
+        finally:
+            client.internal_kv_put(b"CLUSTER_METADATA", told, True, **place)
+
+    def lose_head(self) -> None:
+        """The machine that has the cluster's own processes, and none of its roles."""
+        for started in self.nodes[0].all_processes.values():
+            for one in started:
+                one.process.kill()
+
+
+def raylet_of(node: Any) -> Any:
+    """Its process."""
+    return node.all_processes["raylet"][0].process
+
+
+@contextmanager
+def ray_cluster(*cpus: int, first_import: Path | None = None) -> Iterator[RayNodes]:
+    """One node for each of these numbers of CPUs. What they start imports from `first_import` first."""
+    before = dict(os.environ)
+    os.environ.update({**IMPORTS, **_ON_LOOPBACK, "RAY_USAGE_STATS_ENABLED": "0"})
+    if first_import is not None:
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(first_import), IMPORTS["PYTHONPATH"]])
+    from ray.cluster_utils import Cluster
+
+    try:
+        head = {"num_cpus": cpus[0], "node_ip_address": "127.0.0.1", "_system_config": _QUICK, **_NODE}
+        cluster = Cluster(initialize_head=True, head_node_args=head)
+        found = RayNodes(cluster, [cluster.head_node])
+        try:
+            for count in cpus[1:]:
+                found.add(count)
+            yield found
+        finally:
+            session = cluster.head_node.get_session_dir_path()
+            cluster.shutdown()
+            shutil.rmtree(session, ignore_errors=True)
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
