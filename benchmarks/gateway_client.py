@@ -1,7 +1,8 @@
 """The clients of `benchmarks/gateway.py`, in a process of their own: HTTP written by hand, so that they keep up.
 
 Reads a JSON line (address, keys, turns, whether replies are streamed, seed), plays one rollout per key, all at once,
-and prints a JSON line: how long turns took, and how many bytes came back.
+and prints a JSON line: how long turns took, and how many bytes came back. Where it `claims` them, the key is the run's:
+each client claims a rollout with it, plays it where it is told to, and says that it earned 1.
 """
 
 from __future__ import annotations
@@ -26,14 +27,24 @@ class Rollout:
 
     async def play(self) -> None:
         await asyncio.sleep(self._random.random() * self._order["spread_s"])
-        self._reader, self._writer = await asyncio.open_connection("127.0.0.1", self._order["port"], limit=2**22)
+        await self._connect(self._order["port"])
+        if self._order["claims"]:
+            claimed = await self._post("/rollouts", {"wait_s": 60})
+            self._writer.close()
+            self._key = claimed["key"]
+            await self._connect(int(claimed["anthropic_base_url"].rpartition(":")[2]))
         messages: list[dict[str, Any]] = [{"role": "user", "content": f"Sort these names: {self._key[:12]}"}]
         for _ in range(self._order["turns"]):
             began_s = time.perf_counter()
             reply = await self._ask(messages)
             self.turn_s.append(time.perf_counter() - began_s)
             messages += [{"role": "assistant", "content": reply}, {"role": "user", "content": "And now?"}]
+        if self._order["claims"]:
+            await self._post(f"/rollouts/{self._key}/reward", {"reward": 1.0})
         self._writer.close()
+
+    async def _connect(self, port: int) -> None:
+        self._reader, self._writer = await asyncio.open_connection("127.0.0.1", port, limit=2**22)
 
     async def _ask(self, messages: list[dict[str, Any]]) -> str:
         tokens = self._order["tokens"]
@@ -44,9 +55,21 @@ class Rollout:
         }
         if self._order["streams"]:
             body["stream"] = True
+            await self._send("/v1/chat/completions", body)
+            return await self._stream()
+        return str((await self._post("/v1/chat/completions", body))["choices"][0]["message"]["content"])
+
+    async def _post(self, path: str, body: dict[str, Any]) -> Any:
+        top = await self._send(path, body)
+        length = int(top.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0])
+        self.received_bytes += length
+        return json.loads(await self._reader.readexactly(length))
+
+    async def _send(self, path: str, body: dict[str, Any]) -> bytes:
+        """Its request; the head of what is answered."""
         raw = json.dumps(body).encode()
         head = (
-            f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {self._key}\r\n"
+            f"POST {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {self._key}\r\n"
             f"Content-Type: application/json\r\nContent-Length: {len(raw)}\r\n\r\n"
         )
         self._writer.write(head.encode() + raw)
@@ -54,11 +77,7 @@ class Rollout:
         self.received_bytes += len(top)
         if not top.startswith(b"HTTP/1.1 200"):
             raise RuntimeError(top.decode())
-        if self._order["streams"]:
-            return await self._stream()
-        length = int(top.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0])
-        self.received_bytes += length
-        return str(json.loads(await self._reader.readexactly(length))["choices"][0]["message"]["content"])
+        return top
 
     async def _stream(self) -> str:
         body = bytearray()

@@ -42,6 +42,7 @@ HOPPER_BF16_FLOPS = 989e12
 ROW_TOKENS = 16_384
 PACKED_MEAN_TOKENS = 1024
 PROMPT_TOKENS = 128
+GROUP_SIZE, SHARED_TOKENS = 8, 512
 SLOTS = 256
 CHUNK_MIB = (16, 64, 256, 1024)
 
@@ -72,6 +73,15 @@ class Shape:
 
 
 SHAPES = {"0.6b": Shape(hidden=1024, layers=28), "1.7b": Shape(hidden=2048, layers=28)}
+
+
+@dataclass(frozen=True)
+class Samples:
+    """What a step trains on, in one row."""
+
+    lengths: Sequence[int]
+    shared: int = 0
+    """Tokens that those of a group begin with."""
 
 
 @dataclass(frozen=True)
@@ -162,7 +172,9 @@ def all_cases(device: torch.device, quick: bool) -> dict[str, Callable[[], Seque
             continue
         for load, lengths in (("16k", [ROW_TOKENS]), ("packed", lognormal_lengths(ROW_TOKENS))):
             case = f"trainer-{name}-{load}"
-            cases[case] = partial(trainer_rows, case, shape, lengths, device, runs)
+            cases[case] = partial(trainer_rows, case, shape, Samples(lengths), device, runs)
+    case, groups = "trainer-0.6b-shared", [PACKED_MEAN_TOKENS] * (ROW_TOKENS // PACKED_MEAN_TOKENS)
+    cases[case] = partial(trainer_rows, case, SHAPES["0.6b"], Samples(groups, SHARED_TOKENS), device, runs)
     cases["head"] = partial(head_rows, SHAPES["0.6b"], device, runs)
     cases["engine"] = partial(engine_rows, SHAPES["0.6b"], device, 32 if quick else 256)
     cases["publish"] = partial(publish_rows, SHAPES["0.6b"], device, runs)
@@ -186,12 +198,12 @@ def ceilings(device: torch.device, size: int = 8192, num_bytes: int = 1 << 31) -
     ]
 
 
-def trainer_rows(case: str, shape: Shape, lengths: list[int], device: torch.device, runs: int) -> list[TrainerRow]:
+def trainer_rows(case: str, shape: Shape, samples: Samples, device: torch.device, runs: int) -> list[TrainerRow]:
     """With and without gradient checkpointing; what finds no memory is left out."""
     rows = []
     for checkpointing in (True, False):
         try:
-            rows.append(trainer_row(case, shape, lengths, device, runs=runs, checkpointing=checkpointing))
+            rows.append(trainer_row(case, shape, samples, device, runs=runs, checkpointing=checkpointing))
         except torch.cuda.OutOfMemoryError:
             kit.progress(f"{case} finds no memory without gradient checkpointing")
         torch.cuda.empty_cache()
@@ -199,12 +211,13 @@ def trainer_rows(case: str, shape: Shape, lengths: list[int], device: torch.devi
 
 
 def trainer_row(
-    case: str, shape: Shape, lengths: list[int], device: torch.device, *, runs: int, checkpointing: bool
+    case: str, shape: Shape, samples: Samples, device: torch.device, *, runs: int, checkpointing: bool
 ) -> TrainerRow:
     trainer = make_trainer(shape, device, checkpointing)
-    batches = iter(batch_of(lengths, step, shape.vocabulary) for step in range(1, runs + 3))
+    batches = iter(batch_of(samples, step, shape.vocabulary) for step in range(1, runs + 3))
     reset_peak(device)
     step_s = timed(lambda: trainer.train_step(next(batches)), device, runs=runs, warm_up=2)
+    lengths = samples.lengths
     tokens = sum(lengths)
     return TrainerRow(
         case=f"{case}{'-checkpointed' if checkpointing else ''}",
@@ -285,9 +298,7 @@ def make_trainer(shape: Shape, device: torch.device, checkpointing: bool) -> Tra
     """A trainer in bf16 of random weights, read from a folder as any model is."""
     with tempfile.TemporaryDirectory() as folder:
         random_model(shape, device, torch.bfloat16).save_pretrained(folder)
-        settings = TrainerSettings(
-            device=device.type, dtype="bfloat16", head_dtype="bfloat16", gradient_checkpointing=checkpointing
-        )
+        settings = TrainerSettings(device=device.type, gradient_checkpointing=checkpointing)
         return Trainer(settings, model_name=folder, max_steps=1000, max_staleness=4)
 
 
@@ -305,12 +316,17 @@ def lognormal_lengths(total: int, mean: int = PACKED_MEAN_TOKENS, sigma: float =
     return [*fitting, total - sum(fitting)] if total - sum(fitting) > 1 else fitting
 
 
-def batch_of(lengths: Sequence[int], step: int, vocabulary: int) -> Batch:
-    """One row of samples of these lengths, all of whose tokens but the first bear loss."""
+def batch_of(samples: Samples, step: int, vocabulary: int) -> Batch:
+    """One row. All tokens bear loss but each sample's first, and those that are shared."""
+    lengths, shared = samples.lengths, samples.shared
     generator, num_tokens = np.random.default_rng(step), sum(lengths)
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    token_ids = generator.integers(0, vocabulary, num_tokens).astype(np.int32)
     loss_mask = np.ones(num_tokens, np.bool_)
-    loss_mask[offsets[:-1]] = False
+    for index, start in enumerate(offsets[:-1].tolist()):
+        first = int(offsets[index // GROUP_SIZE * GROUP_SIZE])
+        token_ids[start : start + shared] = token_ids[first : first + shared]
+        loss_mask[start : start + max(1, shared)] = False
     summary = BatchSummary(
         step=step,
         trainer_version=step - 1,
@@ -327,7 +343,7 @@ def batch_of(lengths: Sequence[int], step: int, vocabulary: int) -> Batch:
     )
     return Batch(
         summary=summary,
-        token_ids=generator.integers(0, vocabulary, num_tokens).astype(np.int32),
+        token_ids=token_ids,
         logprobs=np.where(loss_mask, -np.log(vocabulary), 0).astype(np.float32),
         policy_versions=np.where(loss_mask, step - 1, -1).astype(np.int32),
         loss_mask=loss_mask,

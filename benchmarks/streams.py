@@ -1,7 +1,7 @@
 """Training samples from one process to another through Redis: how many a second, at what cost, beside other ways.
 
     redis           batches of samples, as a run sends them to its own trainer (transport.batches = redis)
-    feed            one sample at a time, as a run hands them to a trainer that is not ours (trainer.feed = stream)
+    feed            samples as they are ready, as a run hands them to a trainer that is not ours (trainer.feed = stream)
     shared_memory   the same batches, by the default carrier
     pickled, json   one entry for each sample, of lists of numbers, read one at a time, as PipelineRL does
     server          what Redis itself does with entries as large as a sample (redis-benchmark: XADD, then XRANGE)
@@ -69,7 +69,7 @@ from tailrace.transport.redis.sample_receiver import RedisSampleReceiver
 from tailrace.transport.redis.sample_sender import RedisSampleSender
 from tailrace.transport.redis.server import RedisServer
 from tailrace.transport.redis.streams import Origin
-from tailrace.transport.samples.codec import encode_sample
+from tailrace.transport.samples.codec import encode_samples
 
 CASES = ("redis", "feed", "shared_memory", "pickled", "json", "server")
 OURS = ("redis", "feed")
@@ -173,7 +173,8 @@ async def send_samples(server: RedisServer, batches: int) -> Row:
             other_cpu_s = await received()
         await sender.close()
         await told
-    bytes_each = len(encode_sample(handed(content, 0), run="benchmark", epoch=about["epoch"]))
+    together = [handed(content, number) for number in range(16)]
+    bytes_each = len(encode_samples(together, run="benchmark", epoch=about["epoch"])) // len(together)
     return row_of("feed", batches * SAMPLES, bytes_each, figures, other_cpu_s)
 
 

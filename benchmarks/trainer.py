@@ -81,7 +81,7 @@ TRL_TUNED = {
     "small-float32-long": replace(_KEEPS, micro_batch=1),
     "small-bfloat16-long": replace(_KEEPS, micro_batch=1),
     "smollm2-float32-natural": replace(_KEEPS, micro_batch=4),
-    "smollm2-bfloat16-natural": replace(_KEEPS, micro_batch=4),
+    "smollm2-bfloat16-natural": replace(_KEEPS, micro_batch=4, attention="eager"),
     "smollm2-float32-long": replace(_KEEPS, micro_batch=1),
     "smollm2-bfloat16-long": replace(_KEEPS, micro_batch=1),
 }
