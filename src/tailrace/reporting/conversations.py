@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from tailrace.records import Json, Rollout
+from tailrace.records import Json, Outcome, Rollout
 from tailrace.reporting.formats import NOTHING, seconds
 from tailrace.reporting.run_folder import ChosenRollout
 
@@ -69,6 +69,14 @@ def message_text(message: dict[str, Json]) -> str:
     return "\n".join([f"{bubble.role}:", *filter(None, [bubble.reasoning, bubble.text, *calls])])
 
 
+def outcome_text(outcome: Outcome) -> str:
+    """
+    >>> outcome_text(Outcome.failed("timeout")), outcome_text(Outcome.trained(3))
+    ('failed: timeout', 'trained')
+    """
+    return ": ".join(filter(None, (outcome.state, outcome.reason)))
+
+
 def _facts(chosen: ChosenRollout) -> list[tuple[str, str]]:
     record, versions = chosen.record, chosen.record.versions
     facts = [("step", f"{record.step:,}"), ("turns", f"{record.turns:,}"), ("tokens", f"{record.completion_tokens:,}")]
@@ -78,7 +86,7 @@ def _facts(chosen: ChosenRollout) -> list[tuple[str, str]]:
     if record.advantage is not None:
         facts.append(("advantage", f"{record.advantage:+.3f}"))
     facts.append(("took", seconds(record.duration_s)))
-    facts.append(("outcome", f"{record.outcome.state}{': ' if record.outcome.reason else ''}{record.outcome.reason}"))
+    facts.append(("outcome", outcome_text(record.outcome)))
     return facts + [
         (name, NOTHING if value is None else f"{value:.3f}") for name, value in record.reward_components.items()
     ]

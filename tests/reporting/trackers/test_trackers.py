@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import subprocess
@@ -16,7 +17,7 @@ from tailrace.reporting.metrics import metric_spec
 from tailrace.reporting.settings import ObservabilitySettings
 from tailrace.reporting.sinks import read_jsonl
 from tailrace.reporting.trackers.hub import Trackers
-from tailrace.reporting.trackers.messages import LATE, Begin, Metrics, frame
+from tailrace.reporting.trackers.messages import LATE, Begin, Checkpoint, Metrics, decode_message, frame, read_frame
 from tailrace.reporting.trackers.protocol import TrackedRun
 from tailrace.reporting.trackers.registry import require_trackers
 from tailrace.tracing.background import BackgroundWriter
@@ -131,6 +132,12 @@ def test_its_process_ends_with_the_run_that_was_killed(tmp_path: Path) -> None:
         assert process.stdout.readline() == b'{"failed":0,"why":"","is_over":false}\n'
         process.stdin.close()
         assert process.wait(PATIENCE_S) == LATE
+
+
+def test_a_message_that_is_cut_short_is_the_end() -> None:
+    whole = frame(Checkpoint(3, "runs/a/checkpoints/step_000003"))
+    assert decode_message(read_frame(io.BytesIO(whole))) == Checkpoint(3, "runs/a/checkpoints/step_000003")
+    assert [read_frame(io.BytesIO(whole[:cut])) for cut in (0, 2, 4, len(whole) - 1)] == [b""] * 4
 
 
 def test_an_unknown_one_is_refused_with_the_known_ones() -> None:

@@ -91,6 +91,7 @@ def frame(message: Begin | Message) -> bytes:
 
 
 def read_frame(source: BinaryIO) -> bytes:
-    """One message's body; empty where the pipe was closed."""
-    length = source.read(_LENGTH_BYTES)
-    return source.read(int.from_bytes(length, "little")) if len(length) == _LENGTH_BYTES else b""
+    """One message's body; empty where the pipe was closed, perhaps within a message."""
+    length = int.from_bytes(source.read(_LENGTH_BYTES), "little")
+    body = source.read(length)
+    return body if len(body) == length else b""

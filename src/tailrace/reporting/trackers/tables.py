@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tailrace.reporting.conversations import message_text
+from tailrace.reporting.conversations import message_text, outcome_text
 from tailrace.reporting.rollout_records import RolloutRecord
 
 ROLLOUT_COLUMNS = [
@@ -18,7 +18,7 @@ def rollout_rows(rollouts: Sequence[RolloutRecord]) -> list[list[str | int | flo
     return [
         [
             *(one.step, one.rollout_id, one.task_id, one.environment),
-            f"{one.outcome.state}{': ' if one.outcome.reason else ''}{one.outcome.reason}",
+            outcome_text(one.outcome),
             *(one.reward, one.advantage, one.turns, one.completion_tokens, one.truncated),
             conversation_text(one),
         ]

@@ -9,6 +9,7 @@ import trackio
 from typing_extensions import override
 
 from tailrace.records import Json
+from tailrace.reporting.conversations import outcome_text
 from tailrace.reporting.rollout_records import RolloutRecord
 from tailrace.reporting.trackers.protocol import Histogram, TrackedRun, Tracker, flattened
 
@@ -60,14 +61,13 @@ class TrackioTracker(Tracker):
 
 
 def _trace(rollout: RolloutRecord) -> trackio.Trace:
-    outcome = rollout.outcome
     return trackio.Trace(
         [dict(message) for message in rollout.messages],
         metadata={
             "rollout_id": rollout.rollout_id,
             "task_id": rollout.task_id,
             "environment": rollout.environment,
-            "status": f"{outcome.state}{': ' if outcome.reason else ''}{outcome.reason}",
+            "status": outcome_text(rollout.outcome),
             "reward": rollout.reward,
             "advantage": rollout.advantage,
             "completion_tokens": rollout.completion_tokens,

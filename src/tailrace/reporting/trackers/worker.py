@@ -15,6 +15,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from typing import BinaryIO
 
 import msgspec
@@ -96,9 +97,9 @@ class _Server:
         self._tell(Told())
         while body := read_frame(requests):
             message = decode_message(body)
-            self._call(lambda message=message: self._handle(tracker, message))  # type: ignore[misc]
+            self._call(partial(self._handle, tracker, message))
         if not self._has_ended:
-            self._call(lambda: tracker.end(None))
+            self._call(partial(tracker.end, None))
 
     def _call(self, call: Callable[[], None]) -> None:
         try:
