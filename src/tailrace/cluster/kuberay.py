@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from tailrace.cluster import command_lines
-from tailrace.cluster.layout import HEAD, Need, NodeSize, stop_s
+from tailrace.cluster.layout import HEAD, Need, NodeSize
 from tailrace.cluster.manifests import (
+    RETRIES,
     SETTINGS,
     WORK,
     KubernetesOptions,
@@ -25,9 +26,12 @@ from tailrace.cluster.manifests import (
     as_yaml,
     claim,
     container,
+    generator_grace_s,
     metadata,
+    notice,
     object_name,
     pod,
+    run_grace_s,
     settings_map,
 )
 from tailrace.config.settings import RunSettings
@@ -42,9 +46,6 @@ if [ -e "runs/{run}/config.toml" ]; then set -- "$@" --resume; fi
 exec "$@"
 """
 """What an entrypoint says goes through several shells, so that says no more than where this is."""
-_NOTICE_S = 3
-_SPARE_S = 10
-_RETRIES = 3
 _AUTOSCALER_S = 900.0
 """For a node, where the settings do not say: the operator makes a pod, and its image may have to be fetched."""
 _IDLE_S = 60
@@ -152,7 +153,7 @@ def _job(settings: RunSettings, name: str, workers: Sequence[Workers], options: 
         "metadata": metadata(name, name, HEAD),
         "spec": {
             "entrypoint": f"sh {SETTINGS}/{_START}",
-            "backoffLimit": _RETRIES,
+            "backoffLimit": RETRIES,
             "shutdownAfterJobFinishes": True,
             "rayClusterSpec": _cluster(settings, name, workers, options),
         },
@@ -190,10 +191,7 @@ def _pod(
 ) -> Manifest:
     """The operator fills in the command, which is `ray start`, and beside the head's the autoscaler, which asks it."""
     one = {**container(need.role, need, options), "env": _ENVIRONMENT}
-    shutdown = settings.shutdown
-    grace_s = round(shutdown.stop_generators_s + shutdown.terminate_s) + _SPARE_S
+    grace_s = generator_grace_s(settings.shutdown)
     if is_head:
-        notice = f"touch {WORK}/runs/{settings.name}/preempt; sleep {_NOTICE_S}"
-        one["lifecycle"] = {"preStop": {"exec": {"command": ["/bin/sh", "-c", notice]}}}
-        grace_s = _NOTICE_S + stop_s(shutdown) + _SPARE_S
+        one["lifecycle"], grace_s = notice(settings), run_grace_s(settings.shutdown)
     return pod(name, need.role, options, one, grace_s=grace_s, **further)

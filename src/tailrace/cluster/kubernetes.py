@@ -10,31 +10,31 @@ from __future__ import annotations
 
 from tailrace.cluster import command_lines
 from tailrace.cluster.command_lines import PORT
-from tailrace.cluster.layout import GENERATOR, HEAD, TRAINER, Layout, lay_out, stop_s
+from tailrace.cluster.layout import GENERATOR, HEAD, TRAINER, Layout, lay_out
 from tailrace.cluster.manifests import (
     KEYS,
+    RETRIES,
     SETTINGS,
-    WORK,
     KubernetesOptions,
     Manifest,
     as_yaml,
     claim,
     container,
+    generator_grace_s,
     labels,
     metadata,
+    notice,
     object_name,
     pod,
+    run_grace_s,
     settings_map,
+    trainer_grace_s,
 )
 from tailrace.config.settings import RunSettings
 from tailrace.lifecycle.exit_codes import ExitCode
 
 KEY = f"{KEYS}/generators.key"
 _RESUMING = 'if [ -e "runs/{run}/config.toml" ]; then set -- "$@" --resume; fi; exec "$@"'
-_NOTICE_S = 3
-"""Within which a run hears of a notice of preemption."""
-_SPARE_S = 10
-_RETRIES = 3
 _COMMENT = """\
 {run}, rendered by `tailrace cluster render kubernetes`. Once, before `kubectl apply -f THIS_FILE`:
   tailrace key generators.key
@@ -64,16 +64,14 @@ def _run(settings: RunSettings, name: str, layout: Layout, options: KubernetesOp
     command = command_lines.train(settings, f"{SETTINGS}/{settings.name}.toml", [], connecting)
     resuming = ["/bin/sh", "-c", _RESUMING.format(run=settings.name), "sh"]
     one = container(HEAD, layout.need(HEAD), options, command=resuming, args=command)
-    notice = f"touch {WORK}/runs/{settings.name}/preempt; sleep {_NOTICE_S}"
-    one["lifecycle"] = {"preStop": {"exec": {"command": ["/bin/sh", "-c", notice]}}}
-    grace_s = _NOTICE_S + stop_s(settings.shutdown) + _SPARE_S
+    one["lifecycle"], grace_s = notice(settings), run_grace_s(settings.shutdown)
     return _job(name, name, HEAD, pod(name, HEAD, options, one, grace_s=grace_s, restartPolicy="Never"))
 
 
 def _trainer(settings: RunSettings, name: str, layout: Layout, options: KubernetesOptions) -> Manifest:
     command = command_lines.join(settings, "runs")
     one = container(TRAINER, layout.need(TRAINER), options, command=command[:1], args=command[1:])
-    grace_s = stop_s(settings.shutdown) + _SPARE_S
+    grace_s = trainer_grace_s(settings.shutdown)
     return _job(
         f"{name}-trainer", name, TRAINER, pod(name, TRAINER, options, one, grace_s=grace_s, restartPolicy="Never")
     )
@@ -86,7 +84,7 @@ def _job(name: str, run: str, role: str, template: Manifest) -> Manifest:
         "kind": "Job",
         "metadata": metadata(name, run, role),
         "spec": {
-            "backoffLimit": _RETRIES,
+            "backoffLimit": RETRIES,
             "podFailurePolicy": {
                 "rules": [
                     {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
@@ -115,8 +113,6 @@ def _generators(
         "readinessProbe": {**listens, "periodSeconds": 10},
         "livenessProbe": {**listens, "periodSeconds": 20, "failureThreshold": 6},
     }
-    shutdown = settings.shutdown
-    grace_s = round(shutdown.stop_generators_s + shutdown.terminate_s) + _SPARE_S
     service: Manifest = {
         "apiVersion": "v1",
         "kind": "Service",
@@ -137,7 +133,7 @@ def _generators(
             "replicas": len(layout.generators),
             "podManagementPolicy": "Parallel",
             "selector": {"matchLabels": labels(name, role)},
-            "template": pod(name, role, options, one, grace_s=grace_s),
+            "template": pod(name, role, options, one, grace_s=generator_grace_s(settings.shutdown)),
         },
     }
     return service, stateful_set

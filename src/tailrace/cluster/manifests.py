@@ -9,9 +9,10 @@ from typing import Any, TypeAlias
 
 import yaml
 
-from tailrace.cluster.layout import Need, NodeSize
+from tailrace.cluster.layout import Need, NodeSize, stop_s
 from tailrace.config.resuming import settings_as_toml
 from tailrace.config.settings import RunSettings
+from tailrace.config.shutdown import ShutdownSettings
 from tailrace.errors import SettingsError
 
 Manifest: TypeAlias = dict[str, Any]
@@ -20,6 +21,11 @@ WORK = "/data"
 """Where the claim is mounted, and every container's working folder: runs/ lies there."""
 SETTINGS = "/etc/tailrace/settings"
 KEYS = "/etc/tailrace/keys"
+RETRIES = 3
+"""Pods that may fail in place of one another."""
+_NOTICE_S = 3
+"""Within which a run hears of a notice of preemption."""
+_SPARE_S = 10
 _LONGEST_NAME = 40
 _GPUS = "nvidia.com/gpu"
 
@@ -116,18 +122,15 @@ def container(
     role: str, need: Need, options: KubernetesOptions, *, command: Sequence[str] = (), args: Sequence[str] = ()
 ) -> Manifest:
     """A role's. What only looks like a reference to a variable stays what it is; `\\0NAME\\0` is one."""
-    resources = {"cpu": str(need.cpus), **({"memory": options.memory} if options.memory else {})}
-    limits = {
-        **({"memory": options.memory} if options.memory else {}),
-        **({_GPUS: str(need.gpus)} if need.gpus else {}),
-    }
+    memory = {"memory": options.memory} if options.memory else {}
+    limits = {**memory, **({_GPUS: str(need.gpus)} if need.gpus else {})}
     return {
         "name": role,
         "image": options.image,
         **({"command": list(command)} if command else {}),
         **({"args": list(map(_argument, args))} if args else {}),
         "workingDir": WORK,
-        "resources": {"requests": resources, **({"limits": limits} if limits else {})},
+        "resources": {"requests": {"cpu": str(need.cpus), **memory}, **({"limits": limits} if limits else {})},
         "volumeMounts": [
             {"name": "work", "mountPath": WORK},
             {"name": "settings", "mountPath": SETTINGS, "readOnly": True},
@@ -156,6 +159,27 @@ def pod(name: str, role: str, options: KubernetesOptions, one: Manifest, *, grac
             "volumes": volumes,
         },
     }
+
+
+def notice(settings: RunSettings) -> Manifest:
+    """What the run's own container does before it is ended: the run hears that it is to make its last save."""
+    command = f"touch {WORK}/runs/{settings.name}/preempt; sleep {_NOTICE_S}"
+    return {"preStop": {"exec": {"command": ["/bin/sh", "-c", command]}}}
+
+
+def run_grace_s(shutdown: ShutdownSettings) -> int:
+    """From the notice to the end of the run's container."""
+    return _NOTICE_S + trainer_grace_s(shutdown)
+
+
+def trainer_grace_s(shutdown: ShutdownSettings) -> int:
+    """For a container that may make a last save."""
+    return stop_s(shutdown) + _SPARE_S
+
+
+def generator_grace_s(shutdown: ShutdownSettings) -> int:
+    """For one without anything to save."""
+    return round(shutdown.stop_generators_s + shutdown.terminate_s) + _SPARE_S
 
 
 def _argument(argument: str) -> str:
