@@ -215,6 +215,23 @@ def test_an_axis_of_nearly_equal_values_has_room_for_ticks(site: tuple[str, Path
     assert (low, high) == pytest.approx((0.18, 0.22))
 
 
+def test_a_rollout_without_a_reward_is_in_no_range_of_rewards(site: tuple[str, Path], page: Watched) -> None:
+    page.open(site[0])
+    ask = """reward => import('./grouping.js').then(({ passes }) =>
+      [null, 0, 1].map((value) => passes({ reward: value, completion_tokens: 1 }, { reward })))"""
+    assert page.page.evaluate(ask, "0..") == [False, True, True]
+    assert page.page.evaluate(ask, "..0.5") == [False, True, False]
+    assert page.page.evaluate(ask, "") == [True, True, True]
+
+
+def test_keys_with_modifiers_are_the_browser_s(site: tuple[str, Path], page: Watched) -> None:
+    page.open(site[0])
+    ask = "options => import('./dom.js').then(({ isOurs }) => isOurs(new KeyboardEvent('keydown', options)))"
+    assert page.page.evaluate(ask, {"key": "ArrowLeft"}) is True
+    for modifier in ("altKey", "ctrlKey", "metaKey"):
+        assert page.page.evaluate(ask, {"key": "ArrowLeft", modifier: True}) is False
+
+
 def test_a_metric_that_comes_to_be_is_asked_for_whole(tmp_path: Path, page: Watched) -> None:
     run = MadeRun(folder=tmp_path / "runs" / "live", extra_metrics=6)
     run.write_steps(3)

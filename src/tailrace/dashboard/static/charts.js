@@ -1,7 +1,10 @@
 // Curves: uPlot in the page's colours, with smoothing, bands and a legend that follows the pointer.
 import uPlot from "./vendor/uPlot.js";
 import { alpha, color, h } from "./dom.js";
-import { short, NOTHING } from "./format.js";
+import { clock, compact, short, NOTHING } from "./format.js";
+
+/** What curves can be drawn over, and how places of it are shown. */
+export const AXES = { step: ["step", String], tokens: ["sampled tokens", compact], wall: ["time", clock] };
 
 const COLORS = 8;
 export const seriesColor = (index) => color(`s${index % COLORS}`);
@@ -37,8 +40,8 @@ export function aligned(lines) {
  * lines between which it is filled. `update(lines, bands)` draws other values.
  */
 export class Chart {
-  constructor({ title, unit = "", wide = false, height = 150, log = false, show = short, showX = compactX, sync = null, onPick = null }) {
-    Object.assign(this, { log, show, showX, sync, onPick, height });
+  constructor({ title, unit = "", wide = false, height = 150, log = false, show = short, sync = null, onPick = null }) {
+    Object.assign(this, { log, show, sync, onPick, height, showX: String });
     this.legend = h("div", { class: "legend" });
     this.place = h("div", {});
     this.element = h("section", { class: `panel chart${wide ? " wide" : ""}`, "aria-label": title, style: { minHeight: `${height + 46}px` } },
@@ -121,8 +124,6 @@ export class Chart {
 }
 
 const WHOLE = [1, 2, 5].flatMap((one) => [1, 10, 100, 1e3, 1e4, 1e5, 1e6].map((power) => one * power)).sort((a, b) => a - b);
-
-const compactX = (value) => (Math.abs(value) >= 1e4 ? `${Number((value / 1e3).toPrecision(4))}k` : String(Number(value.toPrecision(6))));
 
 /** An axis for these values, with some room. */
 export function padded(low, high) {

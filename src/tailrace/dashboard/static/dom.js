@@ -45,9 +45,15 @@ export function alpha(hex, share) {
   return `rgb(${red} ${green} ${blue} / ${share})`;
 }
 
-export function isTyping(event) {
-  return event.target instanceof HTMLElement && event.target.closest("input, textarea, select") !== null;
+/** Whether a key is for the page: nobody types it into a field, and it is no shortcut of the browser's (Alt and an arrow leads back). */
+export function isOurs(event) {
+  const isTyped = event.target instanceof HTMLElement && event.target.closest("input, textarea, select") !== null;
+  return !isTyped && !event.ctrlKey && !event.metaKey && !event.altKey;
 }
+
+const BADGES = { running: "live", finished: "good", failed: "bad", crashed: "bad", cancelled: "warn" };
+
+export const stateBadge = (state) => h("span", { class: `badge ${BADGES[state] ?? ""}` }, state);
 
 let tip = null;
 

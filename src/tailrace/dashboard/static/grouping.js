@@ -30,8 +30,9 @@ export function passes(rollout, filter, found) {
   if (filter.environment && rollout.environment !== filter.environment) return false;
   if (filter.outcome && rollout.outcome.state !== filter.outcome && rollout.outcome.reason !== filter.outcome) return false;
   const [low, high] = range(filter.reward);
-  if (low !== null && !(rollout.reward >= low)) return false;
-  if (high !== null && !(rollout.reward !== null && rollout.reward <= high)) return false;
+  if ((low !== null || high !== null) && !isNumber(rollout.reward)) return false; // null is no 0 here
+  if (low !== null && rollout.reward < low) return false;
+  if (high !== null && rollout.reward > high) return false;
   const [short, long] = range(filter.length);
   if (short !== null && rollout.completion_tokens < short) return false;
   if (long !== null && rollout.completion_tokens > long) return false;

@@ -1,6 +1,6 @@
 // The frame around the views: which one is shown, its tabs, the colours, the keys.
 import { getRuns, ofRun, every } from "./api.js";
-import { h, replace, isTyping, showTip } from "./dom.js";
+import { h, isOurs, replace, showTip, stateBadge } from "./dom.js";
 import { here, to, go } from "./places.js";
 
 const VIEWS = {
@@ -18,12 +18,9 @@ const VIEWS = {
 };
 const TABS = [["curves", "Curves"], ["groups", "Groups"], ["schedule", "Schedule"], ["phases", "Phases"], ["events", "Events"], ["settings", "Settings"], ["chat", "Try it"]];
 const ABOVE = { group: "groups", rollout: "groups", tokens: "groups" };
-const BADGES = { running: "live", finished: "good", failed: "bad", crashed: "bad", cancelled: "warn" };
 
 let leaving = new AbortController();
 let shown = null;
-
-export const stateBadge = (state) => h("span", { class: `badge ${BADGES[state] ?? ""}` }, state);
 
 function header(place) {
   const tab = ABOVE[place.view] ?? place.view;
@@ -81,7 +78,7 @@ async function show(again = false) {
     replace(main, detail?.note && h("p", { class: "soft small", style: { overflowWrap: "anywhere" } }, detail.note), target);
     module.shown?.(target, context);
     target.dataset.ready = "yes";
-    if (detail) every(2, alive, async () => follow(place, detail));
+    if (detail) every(2, alive, () => follow(place, detail, alive));
   } catch (error) {
     if (error.name === "AbortError" || alive.aborted) return;
     replace(main, h("div", { class: "error", role: "alert" }, error.message), h("a", { href: to() }, "All runs"));
@@ -89,18 +86,17 @@ async function show(again = false) {
   }
 }
 
-async function follow(place, detail) {
+async function follow(place, detail, alive) {
   if (detail.row.state !== "running") return;
-  const fresh = await ofRun(place.run);
+  const fresh = await ofRun(place.run, "", {}, alive);
   Object.assign(detail, fresh);
-  const state = document.getElementById("state");
-  if (state) replace(state, stateBadge(fresh.row.state));
+  replace(document.getElementById("state"), stateBadge(fresh.row.state));
   document.dispatchEvent(new CustomEvent("run", { detail }));
 }
 
 let before = "";
 document.addEventListener("keydown", (event) => {
-  if (isTyping(event) || event.ctrlKey || event.metaKey || event.altKey) return;
+  if (!isOurs(event)) return;
   const place = here();
   if (event.key === "?") help();
   else if (event.key === "/") {

@@ -1,12 +1,12 @@
 // Which step one looks at: of training, or of an evaluation. Keys [ and ] go to the one before and after.
-import { h, isTyping } from "./dom.js";
+import { h, isOurs } from "./dom.js";
 
 export function stepPicker(detail, kind, step, alive, choose) {
   const list = kind === "evaluation" ? detail.evaluations : detail.steps;
   const at = list.indexOf(step);
   const move = (by) => { const next = list[(at < 0 ? list.length - 1 : at) + by]; if (next !== undefined) choose(kind, next); };
   document.addEventListener("keydown", (event) => {
-    if (isTyping(event) || event.ctrlKey || event.metaKey || event.altKey) return;
+    if (!isOurs(event)) return;
     if (event.key === "[") move(-1);
     if (event.key === "]") move(1);
   }, { signal: alive });

@@ -1,20 +1,18 @@
 // A run's curves, what is wrong with it, and where it stands.
 import { ofRun } from "../api.js";
-import { Chart, smoothed } from "../charts.js";
+import { AXES, Chart, smoothed } from "../charts.js";
 import { CurveStore } from "../curve_store.js";
 import { h, replace } from "../dom.js";
 import { bytes, clock, compact, fixed, percent } from "../format.js";
 import { PANELS, EVERY_NAME, labelOf, namesOf } from "../panels.js";
 import { amend, go } from "../places.js";
 
-const AXES = [["step", "step"], ["tokens", "sampled tokens"], ["wall", "time"]];
-
 export async function show(target, context) {
   const { run, parameters, alive } = context;
   const extra = (parameters.metrics ?? "").split(",").filter(Boolean);
   const store = new CurveStore(run, [...EVERY_NAME, ...extra]);
   const [advice] = await Promise.all([ofRun(run, "advice", {}, alive), store.update(alive)]);
-  const state = { axis: parameters.x ?? "step", smooth: Number(parameters.smooth ?? 0), extra, charts: new Map() };
+  const state = { axis: parameters.x in AXES ? parameters.x : "step", smooth: Number(parameters.smooth ?? 0), extra, charts: new Map() };
 
   const advisory = h("div", { class: "advice" });
   const tiles = h("div", { class: "tiles" });
@@ -25,7 +23,7 @@ export async function show(target, context) {
   };
   const controls = h("div", { class: "bar" },
     h("label", {}, "over", h("select", { "aria-label": "Axis", onchange: (event) => { state.axis = event.target.value; amend({ x: state.axis }); draw(); } },
-      AXES.map(([value, text]) => h("option", { value, selected: value === state.axis }, text)))),
+      Object.entries(AXES).map(([value, [text]]) => h("option", { value, selected: value === state.axis }, text)))),
     h("label", {}, "smoothing", h("input", { type: "range", min: 0, max: 0.98, step: 0.02, value: state.smooth, "aria-label": "Smoothing", oninput: (event) => { state.smooth = Number(event.target.value); amend({ smooth: state.smooth || "" }); draw(); } })),
     h("label", {}, "more", h("input", { type: "search", list: "all-metrics", placeholder: "any metric, as lag/p90_s", size: 28, "aria-label": "Add a metric", onchange: async (event) => {
       const name = event.target.value.trim();
@@ -63,7 +61,7 @@ export function drawAdvice(target, advice) {
 
 function drawTiles(target, store, detail) {
   const { row, summary } = detail;
-  const steps = Math.max(row.steps, ...[store.last("policy/version") === null ? 0 : store.last("step") ?? 0]);
+  const steps = Math.max(row.steps, store.last("policy/version") === null ? 0 : store.last("step") ?? 0);
   const tile = (title, value, about) => value && h("div", { class: "panel tile" }, h("span", {}, title), h("b", {}, value), h("span", {}, about ?? ""));
   const memory = store.matching("memory/*_rss_bytes").reduce((sum, name) => sum + (store.last(name) ?? 0), 0);
   const heldOut = store.matching("eval/*/reward/mean").map((name) => fixed(store.last(name)));
@@ -71,7 +69,7 @@ function drawTiles(target, store, detail) {
   replace(target, [
     tile("Reward", reward !== null && fixed(reward), `from ${fixed(store.first("reward/mean"))}`),
     heldOut.length > 0 && tile("Held out", heldOut.join(" · "), "newest evaluation"),
-    tile("Steps", `${compact(steps)}`, row.max_steps ? `of ${compact(row.max_steps)}` : ""),
+    tile("Steps", compact(steps), row.max_steps ? `of ${compact(row.max_steps)}` : ""),
     tile("Time", clock(store.last("wall_s") ?? 0), row.state),
     store.last("generation/tokens_per_s") !== null && tile("Generated", compact(store.last("generation/tokens_per_s")), "tokens/s"),
     store.last("staleness/mean") !== null && tile("Staleness", fixed(store.last("staleness/mean"), 2), `at most ${store.last("staleness/max")}`),
@@ -91,11 +89,11 @@ function drawCharts(target, store, state, context) {
     let chart = state.charts.get(panel.id);
     if (!names.length) continue;
     if (!chart) {
-      chart = new Chart({ ...panel, unit: panel.unit, sync: "run", showX: state.axis === "wall" ? clock : undefined, onPick: (x) => pick(x, store, state, context) });
+      chart = new Chart({ ...panel, sync: "run", onPick: (x) => pick(x, store, state, context) });
       state.charts.set(panel.id, chart);
       place(target, chart, panels, panel, state.charts);
     }
-    chart.showX = state.axis === "wall" ? clock : state.axis === "tokens" ? compact : String;
+    chart.showX = AXES[state.axis][1];
     chart.update(...linesOf(panel, names, xs, store, state));
   }
 }

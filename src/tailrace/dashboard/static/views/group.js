@@ -1,7 +1,7 @@
 // One group side by side: what went in, what came out, what it was worth.
 import { Failed, ofRun } from "../api.js";
 import { factsOf, folded, messagesOf } from "../conversation.js";
-import { h, isTyping, visible } from "../dom.js";
+import { h, isOurs, visible } from "../dom.js";
 import { fixed } from "../format.js";
 import { groupsOf } from "../grouping.js";
 import { go, to } from "../places.js";
@@ -25,7 +25,7 @@ export async function show(target, context) {
   const records = (await Promise.all(asked)).filter(Boolean);
   const neighbour = (by) => groups[at + by] && to(run, "group", { kind: parameters.kind, step, id: groups[at + by].id });
   document.addEventListener("keydown", (event) => {
-    if (isTyping(event)) return;
+    if (!isOurs(event)) return;
     if (event.key === "ArrowLeft" && neighbour(-1)) location.hash = neighbour(-1);
     if (event.key === "ArrowRight" && neighbour(1)) location.hash = neighbour(1);
     if (event.key === "u") go(run, "groups", { kind: parameters.kind, step });

@@ -1,6 +1,6 @@
 // A step's phases as a waterfall: who worked when, and what everybody waited for.
 import { ofRun, Failed } from "../api.js";
-import { color, h, isTyping, replace, showTip } from "../dom.js";
+import { color, h, isOurs, replace, showTip } from "../dom.js";
 import { seconds } from "../format.js";
 import { amend } from "../places.js";
 
@@ -25,7 +25,7 @@ export async function show(target, context) {
   await load(parameters.step);
   target.append(place);
   document.addEventListener("keydown", (event) => {
-    if (isTyping(event) || !found) return;
+    if (!isOurs(event) || !found) return;
     const at = found.steps.indexOf(found.step);
     const next = event.key === "[" ? found.steps[at - 1] : event.key === "]" ? found.steps[at + 1] : undefined;
     if (next !== undefined) load(next);

@@ -1,7 +1,7 @@
 // One rollout: its conversation, and all that is known of it.
 import { ofRun } from "../api.js";
 import { factsOf, folded, messagesOf } from "../conversation.js";
-import { h, isTyping, visible } from "../dom.js";
+import { h, isOurs, visible } from "../dom.js";
 import { fixed, isNumber, short } from "../format.js";
 import { go, to } from "../places.js";
 
@@ -14,7 +14,7 @@ export async function show(target, context) {
   const place = (rollout) => to(run, "rollout", { kind: parameters.kind, step, id: rollout.rollout_id });
   const group = { kind: parameters.kind, step, id: record.group_id };
   document.addEventListener("keydown", (event) => {
-    if (isTyping(event)) return;
+    if (!isOurs(event)) return;
     if (event.key === "ArrowLeft" && siblings[at - 1]) location.hash = place(siblings[at - 1]);
     if (event.key === "ArrowRight" && siblings[at + 1]) location.hash = place(siblings[at + 1]);
     if (event.key === "u") go(run, "group", group);

@@ -1,20 +1,19 @@
 // All runs: a table, and the curves of those that are chosen over each other.
 import { getRuns } from "../api.js";
-import { Chart, seriesColor, smoothed } from "../charts.js";
+import { AXES, Chart, seriesColor, smoothed } from "../charts.js";
 import { CurveStore } from "../curve_store.js";
-import { h, replace } from "../dom.js";
+import { h, replace, stateBadge } from "../dom.js";
 import { ago, clock, compact, fixed, isNumber } from "../format.js";
 import { amend, to } from "../places.js";
 
 const CHOSEN_AT_FIRST = 8;
 const METRICS = ["reward/mean", "reward/std", "group/zero_spread_share", "rollout/completion_tokens", "training/entropy", "training/kl", "training/grad_norm", "training/effective_sample_share", "staleness/mean", "generation/tokens_per_s"];
-const BADGES = { running: "live", finished: "good", failed: "bad", crashed: "bad", cancelled: "warn" };
 const MOST_DIFFERENCES = 5;
 
 export async function show(target, context) {
   const { parameters, alive } = context;
   const state = {
-    runs: [], stores: new Map(), metric: parameters.metric ?? "reward/mean", axis: parameters.x ?? "step", smooth: Number(parameters.smooth ?? 0.6), seeds: parameters.seeds === "1",
+    runs: [], stores: new Map(), metric: parameters.metric ?? "reward/mean", axis: parameters.x in AXES ? parameters.x : "step", smooth: Number(parameters.smooth ?? 0.6), seeds: parameters.seeds === "1",
     chosen: parameters.runs === undefined ? null : new Set(parameters.runs.split(",").filter(Boolean)), sort: parameters.sort ?? "", filter: parameters.filter ?? "",
   };
   const about = await getRuns(alive);
@@ -37,7 +36,7 @@ export async function show(target, context) {
   const controls = h("div", { class: "bar" },
     h("input", { type: "search", placeholder: "Filter by name, tag, setting", "aria-label": "Filter runs", value: state.filter, size: 28, oninput: (event) => { state.filter = event.target.value; amend({ filter: state.filter }); redraw(); } }),
     h("label", {}, "metric", h("input", { list: "metrics", value: state.metric, "aria-label": "Metric", size: 26, onchange: (event) => metricChanged({ metric: event.target.value.trim() || "reward/mean" }) }), h("datalist", { id: "metrics" }, METRICS.map((value) => h("option", { value })))),
-    h("label", {}, "over", h("select", { "aria-label": "Axis", onchange: (event) => metricChanged({ axis: event.target.value }) }, [["step", "step"], ["tokens", "sampled tokens"], ["wall", "time"]].map(([value, text]) => h("option", { value, selected: value === state.axis }, text)))),
+    h("label", {}, "over", h("select", { "aria-label": "Axis", onchange: (event) => metricChanged({ axis: event.target.value }) }, Object.entries(AXES).map(([value, [text]]) => h("option", { value, selected: value === state.axis }, text)))),
     h("label", {}, "smoothing", h("input", { type: "range", min: 0, max: 0.98, step: 0.02, value: state.smooth, "aria-label": "Smoothing", oninput: (event) => metricChanged({ smooth: Number(event.target.value) }) })),
     h("label", {}, h("input", { type: "checkbox", checked: state.seeds, onchange: (event) => metricChanged({ seeds: event.target.checked }) }), "one band for the seeds of a setting"));
   target.append(h("div", { class: "bar" }, h("h1", {}, about.is_one ? "The run" : `Runs in ${about.place}`), h("span", { class: "faint small" }, `tailrace ${about.version}`)), controls);
@@ -85,7 +84,7 @@ function drawTable(target, state, choose) {
       return h("tr", {},
         h("td", {}, h("input", { type: "checkbox", "data-run": run.id, checked: place >= 0, "aria-label": `Show the curve of ${run.id}`, onchange: (event) => choose(run.id, event.target.checked) })),
         h("td", {}, place >= 0 && h("i", { class: "swatch", style: { background: seriesColor(place), marginRight: "6px" } }), h("a", { href: to(run.id, "curves") }, run.id)),
-        h("td", { title: run.reason }, h("span", { class: `badge ${BADGES[run.state] ?? ""}` }, run.state)),
+        h("td", { title: run.reason }, stateBadge(run.state)),
         h("td", { class: "num" }, fixed(run.reward), isNumber(run.reward_first) && h("span", { class: "faint small" }, ` from ${fixed(run.reward_first, 2)}`)),
         h("td", { class: "num" }, fixed(run.held_out)),
         h("td", { class: "num" }, compact(run.steps), run.max_steps && h("span", { class: "progress", title: `of ${run.max_steps}` }, h("i", { style: { width: `${Math.min(100, (100 * run.steps) / run.max_steps)}%` } }))),
@@ -108,7 +107,7 @@ async function drawChart(chart, state, alive) {
     state.stores.set(id, store);
   }));
   if (alive.aborted) return;
-  chart.showX = state.axis === "wall" ? clock : state.axis === "tokens" ? compact : String;
+  chart.showX = AXES[state.axis][1];
   const curves = wanted.map((id, index) => {
     const store = state.stores.get(id);
     return { id, family: state.runs.find((run) => run.id === id).family, color: seriesColor(index), ...points(store.xs(state.axis), store.values(state.metric)) };
@@ -129,7 +128,8 @@ function linesOf(curves, smooth) {
 
 /** Runs of one family together: their mean, and a band from the lowest to the highest. */
 function bandsOf(curves, smooth) {
-  const families = Map.groupBy ? Map.groupBy(curves, (curve) => curve.family || curve.id) : group(curves);
+  const families = new Map();
+  for (const curve of curves) families.set(curve.family || curve.id, [...(families.get(curve.family || curve.id) ?? []), curve]);
   const lines = [], bands = [];
   for (const members of families.values()) {
     const color = members[0].color;
@@ -145,12 +145,6 @@ function bandsOf(curves, smooth) {
     }
   }
   return [lines, bands];
-}
-
-function group(curves) {
-  const found = new Map();
-  for (const curve of curves) found.set(curve.family || curve.id, [...(found.get(curve.family || curve.id) ?? []), curve]);
-  return found;
 }
 
 /** A curve at other places of its axis; null outside of it. */

@@ -1,6 +1,6 @@
 // Swim-lanes: what each replica and the trainer did when, where new weights came in, and what every rollout waited for.
 import { Failed, ofRun } from "../api.js";
-import { alpha, color, h, isTyping, replace, showTip, visible } from "../dom.js";
+import { alpha, color, h, isOurs, replace, showTip, visible } from "../dom.js";
 import { fixed, seconds } from "../format.js";
 import { amend, go } from "../places.js";
 
@@ -14,14 +14,14 @@ export async function show(target, context) {
   const canvas = h("canvas", { tabindex: "0", role: "img", "aria-label": "Schedule: arrow keys move, + and - zoom" });
   const about = h("div", { class: "small soft", "aria-live": "polite" });
   const waiting = h("div", { class: "panel scroll", style: { marginTop: "12px" } });
-  const state = { found: null, hits: [], from: parameters.from === undefined ? null : Number(parameters.from), to: parameters.to === undefined ? null : Number(parameters.to), lag: null };
+  const state = { found: null, hits: [], from: parameters.from === undefined ? null : Number(parameters.from), to: parameters.to === undefined ? null : Number(parameters.to) };
   const draw = () => { if (state.found) drawAll(canvas, state); };
   let asked = 0;
   const load = async () => {
     const number = ++asked;
     const found = await ofRun(run, "schedule", { from: state.from, to: state.to }, alive);
     if (number !== asked) return;
-    Object.assign(state, { found });
+    state.found = found;
     draw();
     drawAbout(about, found);
     drawWaiting(waiting, found, context);
@@ -59,10 +59,8 @@ export async function show(target, context) {
     context.every(2, async () => {
       const follows = state.to === null || state.to >= state.found.length_s - 0.5;
       if (state.from !== null && !follows) return;
-      const before = state.found.length_s;
       if (state.to !== null) { const wide = state.to - state.from; const newest = await ofRun(run, "schedule", {}, alive); state.from = Math.max(0, newest.length_s - wide); state.to = newest.length_s; }
       await load();
-      if (before === state.found.length_s) return;
     });
   }
 }
@@ -222,7 +220,7 @@ function listen(canvas, state, { zoom, move, view, open }) {
   canvas.addEventListener("dblclick", (event) => zoom(0.3, share(event)));
   canvas.addEventListener("wheel", (event) => { if (!event.ctrlKey && !event.shiftKey && Math.abs(event.deltaX) < Math.abs(event.deltaY)) { event.preventDefault(); zoom(event.deltaY > 0 ? 1.25 : 0.8, share(event)); } else if (event.deltaX) { event.preventDefault(); move(event.deltaX / 800); } }, { passive: false });
   canvas.addEventListener("keydown", (event) => {
-    if (isTyping(event)) return;
+    if (!isOurs(event)) return;
     const act = { ArrowLeft: () => move(-0.2), ArrowRight: () => move(0.2), "+": () => zoom(0.6), "=": () => zoom(0.6), "-": () => zoom(1.7) }[event.key];
     if (act) { event.preventDefault(); act(); }
   });

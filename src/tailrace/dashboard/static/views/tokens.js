@@ -1,6 +1,6 @@
 // A rollout token by token: how likely each was, for whom, under which weights, and what it was worth.
 import { Failed, ofRun } from "../api.js";
-import { alpha, color, h, isTyping, replace, visible } from "../dom.js";
+import { alpha, color, h, isOurs, replace, visible } from "../dom.js";
 import { compact, fixed, isNumber, NOTHING, short } from "../format.js";
 import { amend, go, to } from "../places.js";
 import { SHADES, TokenCanvas, Tokens } from "../token_canvas.js";
@@ -58,10 +58,8 @@ export async function show(target, context) {
     }
     if (into.count < num_tokens && !alive.aborted) target.append(h("p", { class: "soft" }, `The first ${compact(into.count)} of ${compact(num_tokens)} tokens are here.`));
   };
-  const find = (text, from) => { for (let i = 1; i <= tokens.count; i++) { const at = (from + i) % tokens.count; let joined = ""; for (let j = at; j < tokens.count && joined.length < text.length + 1; j++) joined += tokens.get("texts", j); if (joined.startsWith(text) || tokens.get("texts", at).trim() === text.trim()) return at; } return -1; };
-  const least = () => { let best = -1, low = Infinity; const floor = main.chosen >= 0 ? tokens.get("logprobs", main.chosen) ?? -Infinity : -Infinity; for (let at = 0; at < tokens.count; at++) { const value = tokens.get("logprobs", at); if (value !== null && value > floor && value < low) { low = value; best = at; } } return best; };
   const choose = (at) => { if (at >= 0) { main.choose(at); main.show(at, true); } };
-  document.addEventListener("keydown", (event) => { if (!isTyping(event) && event.key === "u") go(run, "rollout", rollout); }, { signal: alive });
+  document.addEventListener("keydown", (event) => { if (isOurs(event) && event.key === "u") go(run, "rollout", rollout); }, { signal: alive });
   target.append(
     h("div", { class: "bar" }, h("a", { href: to(run, "rollout", rollout) }, "‹ rollout"), h("h1", {}, visible(page.rollout_id)), h("span", { class: "soft" }, `${compact(info.num_completion_tokens)} sampled of ${compact(info.num_tokens)} tokens · reward ${fixed(page.reward)} · ${[page.outcome, page.reason].filter(Boolean).join(": ")}`),
       !page.has_context && h("span", { class: "badge", title: "Only the trainer's export is there: each · is a token that it did not train on. observability.tokens_every_steps writes the others" }, "without its context"),
@@ -71,8 +69,8 @@ export async function show(target, context) {
       page.branches.length > 1 && h("label", {}, "branch", h("select", { "aria-label": "Branch", onchange: (event) => go(run, "tokens", { ...parameters, branch: event.target.value }) }, page.branches.map((one, place) => h("option", { value: place, selected: place === branch }, `${one.branch}: ${compact(one.num_tokens)} tokens`)))),
       page.branches.length > 1 && h("label", {}, "beside", h("select", { "aria-label": "Beside it", onchange: (event) => other(event.target.value) }, h("option", { value: "" }, "nothing"), page.branches.map((one, place) => place !== branch && h("option", { value: place }, `${one.branch}`)))),
       fork !== null && h("button", { onclick: () => choose(Math.min(fork, tokens.count - 1)) }, "to the fork"),
-      h("button", { onclick: () => choose(least()), title: "And again: the next" }, "least likely"),
-      h("input", { type: "search", placeholder: "Find a text", "aria-label": "Find a text", size: 14, onkeydown: (event) => { if (event.key === "Enter" && event.target.value) choose(find(event.target.value, main.chosen)); } })),
+      h("button", { onclick: () => choose(leastLikely(tokens, main.chosen)), title: "And again: the next" }, "least likely"),
+      h("input", { type: "search", placeholder: "Find a text", "aria-label": "Find a text", size: 14, onkeydown: (event) => { if (event.key === "Enter" && event.target.value) choose(placeOf(event.target.value, tokens, main.chosen)); } })),
     h("div", { class: "tokens" }, views, detail));
   main.shade = by;
   drawRamp(ramp, by);
@@ -87,6 +85,28 @@ export async function show(target, context) {
 }
 
 export const shown = (_target, context) => { context.start?.().catch((error) => { if (error.name !== "AbortError") throw error; }); };
+
+/** The next token behind `after` at which a text begins, from the first again behind the last; -1 without one. */
+function placeOf(text, tokens, after) {
+  for (let i = 1; i <= tokens.count; i++) {
+    const at = (after + i) % tokens.count;
+    let joined = "";
+    for (let j = at; j < tokens.count && joined.length < text.length; j++) joined += tokens.get("texts", j);
+    if (joined.startsWith(text) || tokens.get("texts", at).trim() === text.trim()) return at;
+  }
+  return -1;
+}
+
+/** The least likely token of those likelier than the chosen one; -1 without one. */
+function leastLikely(tokens, chosen) {
+  const floor = (chosen >= 0 ? tokens.get("logprobs", chosen) : null) ?? -Infinity;
+  let best = -1, low = Infinity;
+  for (let at = 0; at < tokens.count; at++) {
+    const value = tokens.get("logprobs", at);
+    if (value !== null && value > floor && value < low) [best, low] = [at, value];
+  }
+  return best;
+}
 
 const wrap = (element) => h("section", { style: { flex: "1 1 0", minWidth: "0" } }, element);
 
