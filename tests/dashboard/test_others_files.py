@@ -109,6 +109,15 @@ async def test_traces_of_verifiers_are_groups_rewards_and_conversations(tmp_path
     assert [match["rollout_id"] for match in found["matches"]] == [table["rollouts"][3]["rollout_id"]]
 
 
+async def test_a_reward_that_is_no_number_is_none(tmp_path: Path) -> None:
+    write_traces(tmp_path / "a", [float("nan"), 1.0])
+    ask = Asked(tmp_path)
+    assert (await ask("runs"))["runs"][0]["held_out"] == 0.75
+    table = await ask("runs/a/rollouts", kind="evaluation", step=0)
+    assert [one["reward"] for one in table["rollouts"]] == [None, 0.75]
+    assert table["rollouts"][0]["reward_components"] == {"right": None, "form": 0.25}
+
+
 async def test_what_is_appended_to_a_file_is_seen(tmp_path: Path) -> None:
     write_traces(tmp_path / "a", [0.0])
     ask = Asked(tmp_path / "a" / "traces.jsonl")

@@ -85,6 +85,19 @@ def test_without_a_trace_there_is_nothing_to_show(tmp_path: Path) -> None:
     assert run.waterfall(None) is None
 
 
+def test_numbers_that_no_column_holds_cost_their_line_alone(tmp_path: Path) -> None:
+    made = MadeRun(folder=tmp_path / "run")
+    made.write_steps(3)
+    made.write_trace(joined=False)
+    (part, *_) = sorted((made.folder / "trace").glob("*.events"))
+    with part.open("a") as file:
+        for impossible in ('"tid": -1', '"tid": 4294967296', '"args": {"step": 1e10}', '"args": {"step": 2147483648}'):
+            file.write(f'{{"ph": "X", "name": "train", "pid": 1, "ts": 1, "dur": 1, {impossible}}},\n')
+    found = RunData(made.folder).waterfall(None)
+    assert found is not None
+    assert found.steps == [1, 2, 3]
+
+
 def test_a_trace_that_grows_is_followed_and_its_joining_changes_nothing(tmp_path: Path) -> None:
     made = MadeRun(folder=tmp_path / "run", steps=6)
     made.write_steps(3)

@@ -7,7 +7,7 @@ import importlib.resources
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeAlias, get_args
+from typing import Any, TypeAlias
 
 import anyio.to_thread
 import msgspec
@@ -18,7 +18,7 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from tailrace.dashboard.chat import ChatPlace, reply, running_policy
-from tailrace.dashboard.folders import RunRow, RunState, RunTable, find_runs, is_run_folder
+from tailrace.dashboard.folders import RunRow, RunState, RunTable, find_runs, is_run_folder, summary_of
 from tailrace.dashboard.others import OthersFiles, about, find_sources, source_at
 from tailrace.dashboard.rollout_files import Kind, RolloutTable, Wanted, part, shortened
 from tailrace.dashboard.run_data import RunCache, RunData
@@ -26,11 +26,11 @@ from tailrace.dashboard.run_events import RunEvent
 from tailrace.dashboard.schedule import Schedule, Waterfall
 from tailrace.dashboard.settings_view import Change, changes_from_recipe, read_settings
 from tailrace.dashboard.token_view import PAGE_TOKENS, TokenPage, TokenReader, TokenSteps, token_steps
-from tailrace.errors import DataError, TailraceError
+from tailrace.errors import TailraceError
 from tailrace.records import Json
 from tailrace.reporting.advice import HISTORY, Advice, advice
 from tailrace.reporting.metrics import metric_spec
-from tailrace.reporting.summary import RunSummary, read_summary
+from tailrace.reporting.summary import RunSummary
 
 _VERSION = importlib.metadata.version("tailrace")
 _SEARCH_S = 0.4
@@ -144,36 +144,42 @@ class Dashboard:
             found.setdefault(name, self._others.folder(source))
         return found
 
-    def _runs(self) -> tuple[dict[str, Path], list[RunRow]]:
+    def _rows(self) -> list[RunRow]:
         with self._lock:
-            found = self._found()
-            return found, self._table.rows(found)
+            return self._table.rows(self._found())
+
+    def _row(self, request: Request) -> RunRow:
+        """Raises `NotThere`."""
+        row = next((row for row in self._rows() if row.id == request.path_params["run"]), None)
+        if row is None:
+            raise self._not_there(request)
+        return row
 
     def _folder(self, request: Request) -> Path:
         """Raises `NotThere`."""
-        name = request.path_params["run"]
-        folder = self._found().get(name)
+        folder = self._found().get(request.path_params["run"])
         if folder is None:
-            raise NotThere(f"there is no run {name!r} in {self._root}")
+            raise self._not_there(request)
         return folder
+
+    def _not_there(self, request: Request) -> NotThere:
+        return NotThere(f"there is no run {request.path_params['run']!r} in {self._root}")
 
     def _run(self, request: Request) -> RunData:
         return self._cache.get(self._folder(request))
 
     def runs(self, _request: Request) -> Runs:
         """The table of all."""
-        _, rows = self._runs()
         is_one = is_run_folder(self._root) or source_at(self._root) is not None
-        return Runs(self._root.resolve().name, is_one, _VERSION, rows)
+        return Runs(self._root.resolve().name, is_one, _VERSION, self._rows())
 
     def run(self, request: Request) -> RunDetail:
         """One run's row, and what there is of it."""
-        folder = self._folder(request)
-        row = next(row for row in self._runs()[1] if row.id == request.path_params["run"])
+        folder, row = self._folder(request), self._row(request)
         files = self._cache.get(folder).rollouts.files()
         return RunDetail(
             row=row,
-            summary=_summary(folder),
+            summary=summary_of(folder),
             steps=files.steps,
             evaluations=files.evaluations,
             tokens=token_steps(folder),
@@ -303,9 +309,8 @@ class Dashboard:
 
     def _chat_place(self, request: Request) -> ChatPlace:
         """Raises `NotThere`."""
-        folder, name = self._folder(request), request.query_params.get("with", "")
-        row = next(row for row in self._runs()[1] if row.id == request.path_params["run"])
-        places = self._chats(folder, row)
+        name = request.query_params.get("with", "")
+        places = self._chats(self._folder(request), self._row(request))
         if name not in places:
             raise NotThere(
                 f"no {name or 'policy'} answers: the run has ended, or it has no gateway; docs/ui.md says more"
@@ -359,13 +364,6 @@ def _json(value: object, status: int = 200) -> Response:
     )
 
 
-def _summary(folder: Path) -> RunSummary | None:
-    try:
-        return read_summary(folder)
-    except (DataError, OSError):
-        return None
-
-
 def _stamp(path: Path) -> int:
     try:
         return path.stat().st_mtime_ns
@@ -394,8 +392,7 @@ def _seconds(request: Request, name: str) -> float | None:
 
 
 def _kind(request: Request) -> Kind:
-    kind = request.query_params.get("kind", "step")
-    for known in get_args(Kind):
-        if kind == known:
-            return "evaluation" if kind == "evaluation" else "step"
+    match kind := request.query_params.get("kind", "step"):
+        case "step" | "evaluation":
+            return kind
     raise NotThere(f"kind is {kind!r}; it must be step or evaluation")

@@ -8,23 +8,16 @@ Standard input is a pipe that nobody writes to: it closes when the run ends, how
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import sys
 from pathlib import Path
 
 from tailrace.dashboard.serving import serve_dashboard
-from tailrace.lifecycle.event_loop import run_on_event_loop
+from tailrace.lifecycle.event_loop import first_done, run_on_event_loop
 
 
 async def serve_until_closed(folder: Path) -> None:
     """At a free port of the loopback, until standard input is at its end."""
-    serving = asyncio.create_task(serve_dashboard(folder, "127.0.0.1:0", _say))
-    closed = asyncio.create_task(_until_closed())
-    await asyncio.wait([serving, closed], return_when=asyncio.FIRST_COMPLETED)
-    if not serving.done():
-        serving.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await serving
+    await first_done(serve_dashboard(folder, "127.0.0.1:0", _say), _until_closed())
 
 
 async def _until_closed() -> None:

@@ -11,11 +11,12 @@ from pathlib import Path
 
 import msgspec
 
-from tailrace.dashboard.metric_columns import decoded
+from tailrace.dashboard.metric_columns import decoded, is_number
 from tailrace.dashboard.others import about
 from tailrace.dashboard.settings_view import Settings, read_settings
 from tailrace.dashboard.tailing import first_line, last_lines
 from tailrace.errors import DataError
+from tailrace.records import Json
 from tailrace.reporting.run_folder import METRICS_FILE
 from tailrace.reporting.summary import RunSummary, read_summary
 
@@ -164,7 +165,7 @@ def _varying(settings: list[Settings]) -> list[str]:
 def read_row(name: str, folder: Path, now_s: float) -> tuple[RunRow, Settings]:
     """What the table shows of one run. Never raises: what cannot be read is left out."""
     settings = read_settings(folder / "config.toml")
-    summary = _summary(folder)
+    summary = summary_of(folder)
     lines = [line for line in map(decoded, last_lines(folder / METRICS_FILE, _LINE_BYTES)) if line is not None]
     first = decoded(first_line(folder / METRICS_FILE, _LINE_BYTES)) or {}
     steps = [line for line in lines if "reward/mean" in line or "policy/version" in line]
@@ -194,7 +195,8 @@ def read_row(name: str, folder: Path, now_s: float) -> tuple[RunRow, Settings]:
     )
 
 
-def _summary(folder: Path) -> RunSummary | None:
+def summary_of(folder: Path) -> RunSummary | None:
+    """None where the run wrote none, or one that cannot be read."""
     try:
         return read_summary(folder)
     except (DataError, OSError):
@@ -246,7 +248,7 @@ def _answers(pid: int) -> bool:
     return True
 
 
-def _held_out(lines: list[dict[str, object]]) -> float | None:
+def _held_out(lines: list[dict[str, Json]]) -> float | None:
     for line in reversed(lines):
         for name, value in line.items():
             if name.startswith("eval/") and name.endswith("/reward/mean"):
@@ -264,5 +266,5 @@ def _started_s(folder: Path) -> float | None:
     return None
 
 
-def _number(value: object) -> float | None:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+def _number(value: Json) -> float | None:
+    return float(value) if is_number(value) else None

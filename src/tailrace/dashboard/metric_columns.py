@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+from typing_extensions import TypeIs
 
 from tailrace.dashboard.tailing import Tail
 from tailrace.errors import DataError
@@ -37,8 +38,8 @@ class MetricColumns:
 
     @property
     def num_bytes(self) -> int:
-        """What the columns take."""
-        return sum(8 * len(column) for column in self.columns.values())
+        """What the columns take, at most: from any thread, while another one updates them."""
+        return 8 * self.count * len(self.columns)
 
     def update(self) -> None:
         """Take in what was appended. Lines that are cut short, or are no metrics, are left out."""
@@ -108,6 +109,6 @@ def decoded(line: bytes) -> dict[str, Json] | None:
         return None
 
 
-def is_number(value: Json) -> bool:
+def is_number(value: Json) -> TypeIs[int | float]:
     """No truth value is one."""
     return isinstance(value, int | float) and not isinstance(value, bool)

@@ -11,7 +11,8 @@ import re
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
@@ -159,6 +160,10 @@ class _Index:
     """Offset and length of each row's line."""
 
 
+_Located: TypeAlias = tuple[RolloutRow, tuple[int, int]]
+"""A rollout, with the offset and the length of its line."""
+
+
 class RolloutFiles:
     """One run's."""
 
@@ -211,32 +216,12 @@ class RolloutFiles:
         for number, (kind, step) in enumerate(files):
             if len(found) >= _SEARCH_MATCHES or (number and time.monotonic() > until):
                 return Matches(found, [*files[number:]])
-            matches = self._matches(kind, step, needle, wanted)
-            found.extend(matches if needle else self._rows_wanted(kind, step, wanted))
+            with self._lock:
+                index = self._index(kind, step)
+                places = [one for one in zip(index.rows, index.places, strict=True) if wanted.takes(one[0])]
+            excerpts = _excerpts(self.path(kind, step), needle, places) if needle else _task_ids(places)
+            found += [Match(kind, step, row.rollout_id, row.task_id, row.reward, excerpt) for row, excerpt in excerpts]
         return Matches(found, [])
-
-    def _rows_wanted(self, kind: Kind, step: int, wanted: Wanted) -> Iterator[Match]:
-        for row in self.rows(kind, step):
-            if wanted.takes(row):
-                yield Match(kind, step, row.rollout_id, row.task_id, row.reward, row.task_id)
-
-    def _matches(self, kind: Kind, step: int, needle: bytes, wanted: Wanted) -> Iterator[Match]:
-        try:
-            data = self.path(kind, step).read_bytes() if self.path(kind, step).stat().st_size < _LINE_BYTES else b""
-        except OSError:
-            return
-        if needle not in data.lower():
-            return
-        for row, (offset, length) in self._places(kind, step):
-            line = data[offset : offset + length]
-            if wanted.takes(row) and (place := line.lower().find(needle)) >= 0:
-                around = line[max(0, place - 60) : place + len(needle) + 60].decode("utf-8", "ignore")
-                yield Match(kind, step, row.rollout_id, row.task_id, row.reward, around)
-
-    def _places(self, kind: Kind, step: int) -> list[tuple[RolloutRow, tuple[int, int]]]:
-        with self._lock:
-            index = self._index(kind, step)
-            return list(zip(index.rows, index.places, strict=True))
 
     def _index(self, kind: Kind, step: int) -> _Index:
         path = self.path(kind, step)
@@ -244,7 +229,6 @@ class RolloutFiles:
         self._indexes[path] = index
         if index.tail.start_over_if_replaced():
             index.rows, index.places = [], []
-        offset = index.tail.offset
         for line in index.tail.lines():
             length = len(line)
             offset = index.tail.offset - length - 1
@@ -261,6 +245,20 @@ class RolloutFiles:
         while kept > _KEPT_ROLLOUTS and len(self._indexes) > 1:
             _, forgotten = self._indexes.popitem(last=False)
             kept -= len(forgotten.rows)
+
+
+def _excerpts(path: Path, needle: bytes, places: Sequence[_Located]) -> Iterator[tuple[RolloutRow, str]]:
+    """Those whose line holds the text, with a little of what stands around it; a line at a time is in memory."""
+    with suppress(OSError), path.open("rb") as file:
+        for row, (offset, length) in places:
+            file.seek(offset)
+            line = file.read(length)
+            if (place := line.lower().find(needle)) >= 0:
+                yield row, line[max(0, place - 60) : place + len(needle) + 60].decode("utf-8", "ignore")
+
+
+def _task_ids(places: Sequence[_Located]) -> Iterator[tuple[RolloutRow, str]]:
+    return ((row, row.task_id) for row, _ in places)
 
 
 _ROW = msgspec.json.Decoder(RolloutRow)

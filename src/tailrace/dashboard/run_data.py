@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from tailrace.dashboard.metric_columns import MetricColumns
@@ -89,15 +89,14 @@ class RunData:
 class RunCache:
     """Runs that were looked at lately; older ones are read again."""
 
-    def __init__(self, make: Callable[[Path], RunData] = RunData) -> None:
-        self._make = make
+    def __init__(self) -> None:
         self._runs: OrderedDict[Path, RunData] = OrderedDict()
         self._lock = threading.Lock()
 
     def get(self, folder: Path) -> RunData:
         """That of a folder."""
         with self._lock:
-            run = self._runs.pop(folder, None) or self._make(folder)
+            run = self._runs.pop(folder, None) or RunData(folder)
             self._runs[folder] = run
             self._forget()
             return run
@@ -108,5 +107,5 @@ class RunCache:
         ):
             self._runs.popitem(last=False)
         traced = [run for run in self._runs.values() if run.trace is not None]
-        for run in traced[:-_KEPT_TRACES] if len(traced) > _KEPT_TRACES else []:
+        for run in traced[:-_KEPT_TRACES]:
             run.trace = None

@@ -47,20 +47,14 @@ class EventList:
         self._folder = folder
         self._tail = Tail(folder / "events.jsonl")
         self._events: list[RunEvent] = []
-        self.steps = 0
-        """Steps that were trained or skipped, as the log of events says."""
 
     def update(self) -> list[RunEvent]:
         """All that there are now: the run's own, then the warnings of its logs."""
         if self._tail.start_over_if_replaced():
-            self._events, self.steps = [], 0
+            self._events = []
         for line in self._tail.lines():
             event = _event(line)
-            if event is None:
-                continue
-            if event.type in ("StepTrained", "StepSkipped"):
-                self.steps = max(self.steps, event.step)
-            if event.type in _TOLD:
+            if event is not None and event.type in _TOLD:
                 self._events.append(_told(event))
         del self._events[:-_MOST_EVENTS]
         return self._events + _warnings(self._folder / "logs")

@@ -148,7 +148,10 @@ def schedule_of(
     trained = trace.named("train")
     steps = _spans(trace, trace.within(trained, start, stop), zero)
     rollouts = trace.within(trace.named("rollout"), start, stop)
-    lanes = [_trainer_lane(trace, start, stop, zero), _batch_lane(trace, start, stop, zero)]
+    lanes = [
+        Lane(name=kind, kind=kind, spans=_lane(trace, names, start, stop, zero))
+        for kind, names in (("trainer", _TRAINER), ("batches", _BATCHES))
+    ]
     lanes += _replica_lanes(trace, start, stop, zero)
     shown = rollouts[:0] if len(rollouts) > _MOST_ROLLOUTS else rollouts
     rows = _rows(trace, rows_of, start, stop) if len(shown) else {}
@@ -187,14 +190,6 @@ def _long_enough(trace: TraceSpans, places: Spans, least_s: float) -> Spans:
 def _lane(trace: TraceSpans, names: Sequence[str], start: float, stop: float, zero: float) -> list[Span]:
     places = trace.within(trace.named(*names), start, stop)
     return _spans(trace, _long_enough(trace, places, (stop - start) / 4_000), zero)
-
-
-def _trainer_lane(trace: TraceSpans, start: float, stop: float, zero: float) -> Lane:
-    return Lane(name="trainer", kind="trainer", spans=_lane(trace, _TRAINER, start, stop, zero))
-
-
-def _batch_lane(trace: TraceSpans, start: float, stop: float, zero: float) -> Lane:
-    return Lane(name="batches", kind="batches", spans=_lane(trace, _BATCHES, start, stop, zero))
 
 
 def _requests(trace: TraceSpans) -> Spans:

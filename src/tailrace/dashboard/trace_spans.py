@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import msgspec
 import numpy as np
@@ -23,6 +23,8 @@ Spans: TypeAlias = NDArray[np.int64]
 """[n]: places of spans in the columns."""
 
 _MOST_SPANS = 1_500_000
+_Int32: TypeAlias = Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)]
+_UInt32: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
 
 
 class _Arguments(msgspec.Struct):
@@ -32,8 +34,8 @@ class _Arguments(msgspec.Struct):
     rollout: str = ""
     request: str = ""
     replica: str = ""
-    step: int = -1
-    version: int = -1
+    step: _Int32 = -1
+    version: _Int32 = -1
     dropped: int = 0
 
 
@@ -43,7 +45,7 @@ class _TraceEvent(msgspec.Struct):
     ph: str
     name: str
     pid: int = 0
-    tid: int = 0
+    tid: _UInt32 = 0
     cat: str = ""
     ts: float = 0.0
     dur: float = 0.0
@@ -84,7 +86,7 @@ class TraceSpans:
         """Of a span: its rollout, request or replica."""
         self.dropped = 0
         """Spans that a full trace did not take."""
-        self._arrays: dict[str, NDArray[np.float64]] = {}
+        self._arrays: dict[str, NDArray[Any]] = {}
         self._places: dict[tuple[str, ...], Spans] = {}
 
     def update(self) -> None:
@@ -135,7 +137,7 @@ class TraceSpans:
             number = told.step if told.step >= 0 else told.version
             if text := told.rollout or told.request or told.replica:
                 self.texts[place] = text
-        columns.numbers.append(min(number, 2**31 - 1))
+        columns.numbers.append(number)
 
     def _process(self, pid: int) -> int:
         number = self._processes.get(pid)
@@ -158,26 +160,25 @@ class TraceSpans:
         return self._array("ended_s", np.float64)
 
     @property
-    def numbers(self) -> NDArray[np.float64]:
+    def numbers(self) -> NDArray[np.int32]:
         """[num_spans]: steps and versions."""
         return self._array("numbers", np.int32)
 
     @property
-    def processes(self) -> NDArray[np.float64]:
+    def processes(self) -> NDArray[np.uint16]:
         """[num_spans]: places in `process_names`."""
         return self._array("processes", np.uint16)
 
     @property
-    def threads(self) -> NDArray[np.float64]:
+    def threads(self) -> NDArray[np.uint32]:
         """[num_spans]."""
         return self._array("threads", np.uint32)
 
-    def _array(self, name: str, kind: type[np.generic]) -> NDArray[np.float64]:
+    def _array(self, name: str, kind: type[np.generic]) -> NDArray[Any]:
         """A copy: an array that is looked at cannot grow."""
         found = self._arrays.get(name)
         if found is None:
-            column = getattr(self._columns, name)
-            found = self._arrays[name] = np.array(column, kind)
+            found = self._arrays[name] = np.array(getattr(self._columns, name), kind)
         return found
 
     def named(self, *names: str) -> Spans:

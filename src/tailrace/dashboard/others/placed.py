@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -45,6 +46,11 @@ def _call(call: Json) -> Json:
     if isinstance(call, dict) and "function" not in call and "name" in call:
         return {"type": "function", "function": {"name": call["name"], "arguments": call.get("arguments", "")}}
     return call
+
+
+def finite(value: Json) -> float | None:
+    """A number that JSON can say; None for what is none."""
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 
 def digest(value: object) -> str:

@@ -5,12 +5,12 @@ Their columns are `step`, `prompt`, `completion`, one for each reward function, 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tailrace.dashboard.others.placed import Placed, digest, messages_of
+from tailrace.dashboard.metric_columns import is_number
+from tailrace.dashboard.others.placed import Placed, digest, finite, messages_of
 from tailrace.errors import DataError
 from tailrace.guards import guarded
 from tailrace.records import Json, Outcome
@@ -68,7 +68,7 @@ def _step(row: dict[str, Json], path: Path) -> int:
 
 def _record(row: dict[str, Json], step: int, group: str, member: int) -> RolloutRecord:
     rest = {name: value for name, value in row.items() if name not in _KNOWN}
-    rewards = {name: _finite(value) for name, value in rest.items() if _is_number(value) or value is None}
+    rewards = {name: finite(value) for name, value in rest.items() if is_number(value) or value is None}
     given = [value for value in rewards.values() if value is not None]
     answer = messages_of(row["completion"], "assistant")
     return RolloutRecord(
@@ -80,7 +80,7 @@ def _record(row: dict[str, Json], step: int, group: str, member: int) -> Rollout
         outcome=Outcome.trained(step),
         reward=sum(given) if given else None,
         reward_components=rewards,
-        advantage=_finite(row.get("advantage")),
+        advantage=finite(row.get("advantage")),
         messages=[*messages_of(row["prompt"], "user"), *answer],
         columns={name: value for name, value in rest.items() if name not in rewards},
         turns=sum(message.get("role") == "assistant" for message in answer),
@@ -97,11 +97,3 @@ def _task(prompt: Json) -> str:
     asked = messages_of(prompt, "user")
     text = " ".join(str(asked[-1].get("content", "")).split()) if asked else ""
     return f"{text[:_TASK_CHARACTERS]}{'…' * (len(text) > _TASK_CHARACTERS)} ({digest(prompt)})"
-
-
-def _is_number(value: Json) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _finite(value: Json) -> float | None:
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 
-from tailrace.dashboard.others.placed import Placed, digest, messages_of
+from tailrace.dashboard.others.placed import Placed, digest, finite, messages_of
 from tailrace.dashboard.rollout_files import Kind
 from tailrace.errors import DataError
 from tailrace.guards import guarded
@@ -174,7 +173,8 @@ def _of_trace(trace: _Trace, episode: _Episode, work: _Work, environment: str) -
     kind: Kind = "step" if work.type == "train" else "evaluation"
     task = trace.task if trace.task.data or trace.task.key else episode.task
     task_id = f"{environment}/{task.key or task.hash or digest(task.data)}"
-    given = [reward.score * reward.weight for reward in trace.rewards.values() if reward is not None]
+    rewards = {name: None if reward is None else reward.score * reward.weight for name, reward in trace.rewards.items()}
+    given = [reward for reward in rewards.values() if reward is not None]
     leaf, num_branches = _branches(trace.nodes)
     logprobs = [value for node in trace.nodes for value in node.logprobs]
     errors = trace.errors or episode.errors
@@ -190,10 +190,8 @@ def _of_trace(trace: _Trace, episode: _Episode, work: _Work, environment: str) -
         step=work.step,
         outcome=_outcome(kind, work.step, errors if not trace.ok else []),
         error="" if not errors else f"{errors[-1].type}: {errors[-1].message}",
-        reward=sum(given) if given else None,
-        reward_components={
-            name: None if reward is None else reward.score * reward.weight for name, reward in trace.rewards.items()
-        },
+        reward=finite(sum(given)) if given else None,
+        reward_components={name: finite(value) for name, value in rewards.items()},
         messages=messages_of([node.message for node in _path(trace.nodes, leaf)], "user"),
         task=task.data,
         metadata={"agent": trace.agent.name, "stopped by": trace.stop_condition, **trace.info},
@@ -252,8 +250,8 @@ def _of_result(result: _Result, number: int, environment: str) -> Placed:
         step=0,
         outcome=Outcome.failed(error.partition(":")[0][:80]) if error else EVALUATED,
         error=error,
-        reward=_finite(result.reward),
-        reward_components={name: _finite(value) for name, value in result.metrics.items()},
+        reward=finite(result.reward),
+        reward_components={name: finite(value) for name, value in result.metrics.items()},
         messages=[*messages_of(result.prompt, "user"), *answer],
         task={key: value for key, value in (("answer", result.answer), ("info", result.info)) if value},
         metadata={"stopped by": result.stop_condition},
@@ -272,7 +270,3 @@ def _error_text(error: Any) -> str:
     if isinstance(error, dict):
         return f"{error.get('error', 'error')}: {error.get('message', '')}"
     return str(error) if error else ""
-
-
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
