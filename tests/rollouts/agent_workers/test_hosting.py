@@ -6,6 +6,8 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator, Iterable
+from contextlib import closing
+from pathlib import Path
 
 import psutil
 import pytest
@@ -15,18 +17,22 @@ from typing_extensions import override
 from tailrace.errors import WorkerLost
 from tailrace.rollouts import ChatRenderer
 from tailrace.rollouts.agent_workers.hosting import HostClient, HostedProcess, WorkerHost
-from tailrace.rollouts.agent_workers.places import LocalPlace, WorkerPlace
+from tailrace.rollouts.agent_workers.places import LocalPlace, LocalProcess, WorkerPlace
+from tailrace.tracing.output_log import OutputLog
 from tailrace.transport.keys import CurveKeys, guard_all
-from tests.rollouts.agent_workers.played import Run, processes
+from tests.rollouts.agent_workers.played import PATIENCE_S, Run, processes
 from tests.rollouts.agent_workers.test_playing import assert_equal_rollouts
 
 BLOCK_S = 2.0
+START_S = 0.5
 
 
 class HostHere(WorkerPlace):
     """A host in this very process, and another one once it is lost."""
 
     def __init__(self, keys: CurveKeys) -> None:
+        self.local = LocalPlace(None, shares_memory=False)
+        """Where the host starts processes."""
         self._keys = keys
         self._client: HostClient | None = None
         self._serving: asyncio.Task[None] | None = None
@@ -34,7 +40,7 @@ class HostHere(WorkerPlace):
     @override
     async def start(self, protocol: asyncio.Protocol) -> HostedProcess:
         if self._client is None:
-            host = WorkerHost("tcp://127.0.0.1:0", self._keys, LocalPlace(None, shares_memory=False))
+            host = WorkerHost("tcp://127.0.0.1:0", self._keys, self.local)
             self._serving = asyncio.create_task(host.serve())
             self._client = HostClient(host.address, self._keys, "host")
         return self._client.begin(protocol)
@@ -55,6 +61,15 @@ class HostHere(WorkerPlace):
         await asyncio.gather(self._serving, return_exceptions=True)
         client.lose(await client.lost())
         await client.close()
+
+
+class BusyPlace(LocalPlace):
+    """Of a machine that takes its time to start a process."""
+
+    @override
+    async def start(self, protocol: asyncio.Protocol) -> LocalProcess:
+        await asyncio.sleep(START_S)
+        return await super().start(protocol)
 
 
 @pytest.fixture
@@ -114,6 +129,34 @@ async def test_a_process_that_is_stopped_is_killed_there(renderer: ChatRenderer,
         with pytest.raises(WorkerLost, match="agent worker 0 was killed: it said nothing for"):
             await held
         assert (await run.rollout()).turns == 2
+
+
+async def test_a_process_that_is_killed_while_its_host_starts_it_ends_at_once(place: HostHere) -> None:
+    place.local = BusyPlace(None, shares_memory=False)
+    process = await place.start(asyncio.Protocol())
+    process.kill()
+    try:
+        async with asyncio.timeout(10 * START_S):
+            end = await process.ended()
+    finally:
+        await place.close()
+    assert end.status == -signal.SIGKILL
+
+
+async def test_a_process_that_is_asked_tells_there_where_its_agents_wait(
+    renderer: ChatRenderer, place: HostHere, tmp_path: Path
+) -> None:
+    log = tmp_path / "agent-worker-0.output.log"
+    with closing(OutputLog(log)) as output:
+        place.local = LocalPlace(output, shares_memory=False)
+        async with Run(renderer, places=[place]) as run:
+            waiting = run.begin("wait")
+            async with asyncio.timeout(PATIENCE_S):
+                while not log.exists() or "in misbehave\n    await asyncio.sleep(600)" not in log.read_text():
+                    run.rollouter.write_stacks()
+                    await asyncio.sleep(0.05)
+            waiting.cancel()
+    assert "thread 0x" in log.read_text().lower()
 
 
 async def test_a_host_that_is_lost_costs_what_its_worker_held_and_leaves_no_process(

@@ -1,7 +1,7 @@
 """An agent worker's processes on another machine: a host there starts them, and passes on what either side says.
 
-    orchestrator: HostClient ── Begin, ToProcess, Kill ──► WorkerHost ── a pair of sockets ──► the process
-                             ◄── FromProcess, Shut, Stopped, Ended ──
+    orchestrator: HostClient ── Begin, ToProcess, WriteStacks, Kill ──► WorkerHost ── a pair of sockets ──► the process
+                             ◄──── FromProcess, Shut, Stopped, Ended ────
 
 The host is beside the process as the orchestrator is otherwise: it has its last words and its signals, and holds the
 run's keys, which users' code never sees. Branches go by value. Whoever loses the other ends what it had of it.
@@ -44,6 +44,10 @@ class ToProcess(_Message, frozen=True):
     data: bytes
 
 
+class WriteStacks(_Message, frozen=True):
+    """Let it write into its log where it stands."""
+
+
 class Kill(_Message, frozen=True):
     """End it at once."""
 
@@ -70,7 +74,7 @@ class Ended(_Message, frozen=True):
     end: ProcessEnd
 
 
-ToHost: TypeAlias = Begin | ToProcess | Kill
+ToHost: TypeAlias = Begin | ToProcess | WriteStacks | Kill
 FromHost: TypeAlias = FromProcess | Shut | Stopped | Ended
 
 
@@ -157,8 +161,11 @@ class HostedProcess(WorkerProcess):
 
     @override
     def kill(self) -> None:
-        with suppress(TransportError):  # then it is lost
-            self._channel.send(encode(Kill()))
+        self._tell(Kill())
+
+    @override
+    def write_stacks(self) -> None:
+        self._tell(WriteStacks())
 
     @override
     def read_branches(self, placed: Placed) -> list[BranchData]:
@@ -183,6 +190,10 @@ class HostedProcess(WorkerProcess):
     def lose(self, why: str) -> None:
         """Its host is gone; does nothing where its end was seen."""
         self._finish(ProcessEnd(1, lost_with=why))
+
+    def _tell(self, message: ToHost) -> None:
+        with suppress(TransportError):  # then it is lost
+            self._channel.send(encode(message))
 
     def _finish(self, end: ProcessEnd) -> None:
         if not self._end.done():
@@ -276,6 +287,9 @@ class WorkerHost:
             case ToProcess(data):
                 if self._relay is not None:
                     self._relay.write(data)
+            case WriteStacks():
+                if self._process is not None:
+                    self._process.write_stacks()
             case Kill():
                 self._is_killed = True
                 if self._process is not None:

@@ -64,7 +64,8 @@ class WorkerProcess(ABC):
     def kill(self) -> None:
         """End it at once, with whatever users' code started in its group."""
 
-    def write_stacks(self) -> None:  # noqa: B027 - one on another machine is not asked
+    @abstractmethod
+    def write_stacks(self) -> None:
         """Write where its threads stand and its tasks wait into its log, soon."""
 
     @abstractmethod
