@@ -128,8 +128,11 @@ class EndedSteps:
                 yield
         self._accounts.ledger.check()
         self._accounts.observer.step_ended(event, formed)
-        groups = list(formed.groups)
-        del formed  # freeing thousands of rollouts at once would stall the loop too
+        samples, groups = list(formed.batch.samples), list(formed.groups)
+        del formed  # freeing thousands of samples or rollouts at once would stall the loop too
+        while samples:
+            del samples[-ENDED_AT_ONCE:]
+            yield
         while groups:
             del groups[-FREED_AT_ONCE:]
             yield

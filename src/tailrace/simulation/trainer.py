@@ -63,15 +63,16 @@ class ModelledTrainer:
             since_s = clock()
             batch = await self._batches.get()
             self.idle_s += clock() - since_s
+            self._require_trainable(batch)
+            step, tokens = batch.summary.step, batch.summary.num_tokens
+            del batch  # as a run's trainer, which has a copy: who freed it here would stall the loop of all others
             self.is_training = True
-            await self._train(batch)
+            await self._train(step, tokens)
             self.is_training = False
 
-    async def _train(self, batch: PlannedBatch) -> None:
+    async def _train(self, step: int, tokens: int) -> None:
         """One step; its weights are sent before its end is reported."""
-        self._require_trainable(batch)
-        settings, step = self._settings, batch.summary.step
-        tokens = batch.summary.num_tokens
+        settings = self._settings
         await asyncio.sleep(settings.train_s + settings.train_s_per_token * tokens + self._hiccup(step))
         self.step = step
         if self._skips(step):
