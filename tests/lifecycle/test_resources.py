@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 from tailrace.errors import SettingsError
+from tailrace.lifecycle import child
 from tailrace.lifecycle.resources import own_payload_folder, own_shared_memory, own_socket_folder, remove_leftovers
 from tailrace.transport.channels import ipc_address
 
@@ -64,3 +66,29 @@ def test_a_folder_for_shared_memory_that_cannot_be_used_is_named(tmp_path: Path)
 def test_a_socket_path_that_is_too_long_is_refused() -> None:
     with own_socket_folder("epoch") as sockets, pytest.raises(SettingsError, match="XDG_RUNTIME_DIR"):
         ipc_address(sockets.path, "x" * 100)
+
+
+def test_a_role_whose_threads_both_remove_leftovers_ends_after_the_one_that_began(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else the second, which finds the folder locked, ends the process in the middle of the first one's work."""
+    began, may_end, ended = threading.Event(), threading.Event(), list[str]()
+
+    def remove() -> None:
+        began.set()
+        may_end.wait(10)
+        ended.append("removed")
+
+    monkeypatch.setattr(child, "_PARENT", 0)
+    monkeypatch.setattr("tailrace.lifecycle.resources.remove_leftovers", remove)
+    first = threading.Thread(target=child._remove_leftovers)
+    second = threading.Thread(target=child._remove_leftovers)
+    first.start()
+    began.wait(10)
+    began.clear()
+    second.start()
+    assert not began.wait(0.1)
+    may_end.set()
+    first.join(10)
+    second.join(10)
+    assert ended == ["removed", "removed"]

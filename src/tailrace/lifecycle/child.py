@@ -41,6 +41,7 @@ _ENDS_S, _LOOK_S = 2.0, 0.01
 """How long a parent that ended may still hold its locks, and how often that is looked at."""
 _IDLE_BEAT_S = 1.0
 """Between two turns of the loop where nobody hears of them."""
+_REMOVING = threading.Lock()
 
 
 def main() -> int:
@@ -175,14 +176,16 @@ def _take_standard_input() -> int:
 def _remove_leftovers() -> None:
     """The parent's folders of shared memory and sockets, once it holds them no more: it cannot.
 
-    The last of its children to leave removes all.
+    The last of its children to leave removes all. One thread at a time: a second one would take the folder that the
+    first has locked for one in use, and end the process before the first is done.
     """
     from tailrace.lifecycle.resources import remove_leftovers
 
-    deadline_s = time.monotonic() + _ENDS_S
-    while os.getppid() == _PARENT and time.monotonic() < deadline_s:
-        time.sleep(_LOOK_S)
-    remove_leftovers()
+    with _REMOVING:
+        deadline_s = time.monotonic() + _ENDS_S
+        while os.getppid() == _PARENT and time.monotonic() < deadline_s:
+            time.sleep(_LOOK_S)
+        remove_leftovers()
 
 
 def _kill_own_group() -> None:
