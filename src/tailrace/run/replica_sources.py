@@ -142,16 +142,7 @@ class ConnectedGenerator(ReplicaSource):
 
     @override
     async def open(self, on_report: ReportListener) -> GeneratorClient:
-        client = GeneratorClient(
-            self._address,
-            name=f"{self.name} ({self._address})",
-            keys=self._keys,
-            progress_deadline_s=self._progress_deadline_s,
-            on_report=on_report,
-            lend=self._lend,
-            payloads=self._payloads,
-            by_value=True,
-        )
+        client = self._client(on_report, by_value=True)
         try:
             async with asyncio.timeout(self._wait_s):
                 await client.connected()
@@ -164,6 +155,21 @@ class ConnectedGenerator(ReplicaSource):
                 "`tailrace serve MODEL --address ...`, or wait longer (generator.connect_wait_s)"
             ) from None
         return client
+
+    def _client(
+        self, on_report: ReportListener, *, by_value: bool, on_leaving: LeaveListener = lambda reason: None
+    ) -> GeneratorClient:
+        return GeneratorClient(
+            self._address,
+            name=f"{self.name} ({self._address})",
+            keys=self._keys,
+            progress_deadline_s=self._progress_deadline_s,
+            on_report=on_report,
+            lend=self._lend,
+            payloads=self._payloads,
+            by_value=by_value,
+            on_leaving=on_leaving,
+        )
 
     @override
     async def hello(self, client: ReplicaConnection) -> WelcomeReply:
@@ -235,17 +241,7 @@ class JoinedGenerator(ConnectedGenerator):
     @override
     async def open(self, on_report: ReportListener) -> GeneratorClient:
         """It listens in a moment: it was told just now that it may."""
-        return GeneratorClient(
-            self._address,
-            name=f"{self.name} ({self._address})",
-            keys=self._keys,
-            progress_deadline_s=self._progress_deadline_s,
-            on_report=on_report,
-            lend=self._lend,
-            payloads=self._payloads,
-            by_value=self._by_value,
-            on_leaving=self._on_leaving,
-        )
+        return self._client(on_report, by_value=self._by_value, on_leaving=self._on_leaving)
 
     @override
     async def end(self, client: ReplicaConnection | None, failure: Exception) -> EndedReplica:

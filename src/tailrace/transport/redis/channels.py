@@ -160,7 +160,8 @@ class RedisPlace:
     ) -> RedisChannel:
         """One end of a conversation, as `transport.channels.OpenChannel`. `keeps`: see `RedisChannel`."""
         channel = RedisChannel(
-            *(self, address),
+            self,
+            address,
             bind=bind,
             on_message=on_message,
             changed=changed,

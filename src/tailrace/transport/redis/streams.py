@@ -224,18 +224,11 @@ class GroupReader:
         """
         if not self._has_group and not self._join():
             return []
-        command = (
-            "XREADGROUP",
-            "GROUP",
-            self.group,
-            self.consumer,
-            "COUNT",
-            count,
-            "BLOCK",
-            max(1, int(wait_s * 1000)),
-        )
+        wait_ms = max(1, int(wait_s * 1000))
+        group = ("XREADGROUP", "GROUP", self.group, self.consumer)
+        command = (*group, "COUNT", count, "BLOCK", wait_ms, "STREAMS", self.key, ">")
         commands: list[Command] = [self._acknowledging(done)] if done else []
-        *_, reply = self._redis.execute([*commands, (*command, "STREAMS", self.key, ">")], waits_s=wait_s)
+        *_, reply = self._redis.execute([*commands, command], waits_s=wait_s)
         if isinstance(reply, Exception) and str(reply).startswith(("NOGROUP", "UNBLOCKED")):
             self._has_group = False  # Redis forgot it, and its writer writes it again
             return []
@@ -261,10 +254,6 @@ class GroupReader:
 
     def _acknowledging(self, entries: Sequence[Entry]) -> Command:
         return ("XACK", self.key, self.group, *(entry.id for entry in entries))
-
-    def leave(self) -> None:
-        """Forget this consumer. What it was given and never acknowledged is read again by nobody: reclaim it before."""
-        self._redis.execute([("XGROUP", "DELCONSUMER", self.key, self.group, self.consumer)])
 
     def _join(self) -> bool:
         """Make the group, where the stream is there; whether it is. Waits a little where it is not."""
