@@ -135,10 +135,8 @@ class ConsumerLost(_Report, frozen=True, kw_only=True):
     """That it had been given, where it may not have told so."""
 
 
-FeedReport: TypeAlias = (
-    ConsumerJoined
-    | SamplesTaken
-    | SamplesWanted
+ConsumerReport: TypeAlias = (
+    SamplesWanted
     | SamplesDropped
     | TrainingBegan
     | StepDone
@@ -146,5 +144,7 @@ FeedReport: TypeAlias = (
     | WeightsOffered
     | CheckpointSaved
     | TrainingOver
-    | ConsumerLost
 )
+"""What a rank tells by itself; the other reports are told by what carries samples."""
+
+FeedReport: TypeAlias = ConsumerReport | ConsumerJoined | SamplesTaken | ConsumerLost

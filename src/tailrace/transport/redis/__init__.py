@@ -2,9 +2,11 @@
 
     connection   one connection of one thread: waits through outages, says when Redis was away for too long
     replies      what Redis answers, off the connection's socket
+    entries      what lies in a stream: headers, checksums, parts
     streams      one writer, groups of readers: append, read, acknowledge, reclaim, release; large values in parts
     channels     a conversation of two over two such streams: what batches and the event log travel by
     sample_*     samples to the ranks of an outside trainer, and what these tell
+    feed_place   what a run's folder tells an outside trainer
     server       a private server of a run's own (`transport.redis.start`)
 
 Nothing is pickled. A stream's writer keeps what it has not released, and writes again what Redis lost.

@@ -42,7 +42,7 @@ _LOOK_S = 1.0
 """Between two looks whether Redis still has what was written."""
 _WAIT_S = 2.0
 """How long one read waits inside Redis."""
-_LAST_WORDS_S = 2.0
+_CLOSE_S = 2.0
 """How long closing may take, where Redis is away."""
 _LEFTOVERS_S = 60
 """After which Redis removes a stream whose writer has closed it."""
@@ -290,11 +290,11 @@ class RedisChannel(Conversation):
 
     def _join(self) -> None:
         self._links[1].close()
-        self._threads[0].join(_LAST_WORDS_S)
+        self._threads[0].join(_CLOSE_S)
         for link in self._links:
             link.close()
         for thread in self._threads:  # one that is connecting cannot be woken
-            thread.join(_LAST_WORDS_S)
+            thread.join(_CLOSE_S)
 
     def _send_out(self, messages: list[tuple[str, bytes | memoryview]]) -> None:
         self._num_sent += len(messages)

@@ -14,37 +14,13 @@ that comes back has streams of its own, in which nothing of its last life lies.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import msgspec
-
-from tailrace.records import (
-    CheckpointSaved,
-    SamplesDropped,
-    SamplesWanted,
-    StepDone,
-    TrainingBegan,
-    TrainingOver,
-    WeightsOffered,
-    WeightsWritten,
-)
 
 WELCOME, SAMPLES, STOP, CLOSED = "welcome", "samples", "stop", "closed"
 """Kinds of messages down: nothing, a document of the codec, a `StopRequested`, a reason."""
 HELLO, PULL, REPORT, LEFT = "hello", "pull", "report", "left"
-"""Kinds of messages up: nothing, a `Pull`, an `OwnReport`, nothing."""
-
-OwnReport: TypeAlias = (
-    SamplesWanted
-    | SamplesDropped
-    | TrainingBegan
-    | StepDone
-    | WeightsWritten
-    | WeightsOffered
-    | CheckpointSaved
-    | TrainingOver
-)
-"""What a rank tells by itself; the other reports are told by what carries samples."""
+"""Kinds of messages up: nothing, a `Pull`, a `ConsumerReport`, nothing."""
 
 
 class OpenFeed(msgspec.Struct, frozen=True):

@@ -19,11 +19,11 @@ import msgspec
 
 from tailrace.errors import ConsumerRefused, CorruptData, OtherSchema, PeerGone, TailraceError, TransportError
 from tailrace.guards import guarded
-from tailrace.records import StopRequested, StreamedSample
+from tailrace.records import ConsumerReport, StopRequested, StreamedSample
 from tailrace.transport.redis import sample_messages
 from tailrace.transport.redis.connection import RedisConnection, require_redis
 from tailrace.transport.redis.entries import Entry, Message
-from tailrace.transport.redis.sample_messages import FeedKeys, Join, OpenFeed, OwnReport, Pull
+from tailrace.transport.redis.sample_messages import FeedKeys, Join, OpenFeed, Pull
 from tailrace.transport.redis.streams import GroupReader, OrderedReader, Origin, StreamWriter, claim_name
 from tailrace.transport.samples.codec import SCHEMA, decode_samples
 
@@ -111,7 +111,7 @@ class RedisSampleReceiver:
         self._reader.acknowledge(*entries)
         return self._stop or [self._ready.popleft() for _ in range(min(at_most, len(self._ready)))]
 
-    def report(self, report: OwnReport) -> None:
+    def report(self, report: ConsumerReport) -> None:
         """As `SampleReceiver.report`."""
         self._require_alive()
         self._tell(sample_messages.REPORT, report)
@@ -128,14 +128,14 @@ class RedisSampleReceiver:
         giving_up = threading.Timer(self._open.lease_s, self._close)
         giving_up.start()
         try:
-            self._say_goodbye()
+            self._tell_left()
         except TransportError as error:
             _logger.warning("the rank %r left before run %r heard all that it told: %s", self.name, self._run, error)
         finally:
             giving_up.cancel()
             self._close()
 
-    def _say_goodbye(self) -> None:
+    def _tell_left(self) -> None:
         self._keeper.join()  # its connection is this thread's from now on
         last = self._tell(sample_messages.LEFT)
         while not self._hears(last):

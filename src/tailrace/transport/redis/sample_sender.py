@@ -28,6 +28,7 @@ from tailrace.guards import guarded
 from tailrace.records import (
     ConsumerJoined,
     ConsumerLost,
+    ConsumerReport,
     FeedReport,
     FeedSample,
     SampleId,
@@ -39,18 +40,18 @@ from tailrace.transport.redis import sample_messages
 from tailrace.transport.redis.channels import RedisPlace
 from tailrace.transport.redis.connection import Command, RedisConnection, raised
 from tailrace.transport.redis.entries import Entry
-from tailrace.transport.redis.sample_messages import FeedKeys, Join, OpenFeed, OwnReport, Pull
+from tailrace.transport.redis.sample_messages import FeedKeys, Join, OpenFeed, Pull
 from tailrace.transport.redis.streams import GroupReader, OrderedReader, StreamWriter
 from tailrace.transport.samples.codec import SCHEMA, take_document
 from tailrace.transport.samples.stream import SampleSender
 
 _CLOSE_S = 5.0
-"""How long the last words may take."""
+"""How long closing may take, where Redis is away."""
 _WAIT_S = 2.0
 """Within which a thread that waits for messages notices that its rank is gone."""
 _ENCODER = msgspec.msgpack.Encoder()
 _PULLS = msgspec.msgpack.Decoder(Pull)
-_REPORTS: msgspec.msgpack.Decoder[OwnReport] = msgspec.msgpack.Decoder(OwnReport)
+_REPORTS: msgspec.msgpack.Decoder[ConsumerReport] = msgspec.msgpack.Decoder(ConsumerReport)
 _JOINS = msgspec.msgpack.Decoder(Join)
 
 
@@ -150,7 +151,7 @@ class RedisSampleSender(SampleSender):
         self._changed.set()
         with contextlib.suppress(TimeoutError, TransportError, SettingsError):
             async with asyncio.timeout(_CLOSE_S):
-                await self._loop.run_in_executor(self._writes, self._say_goodbye, [*self._ranks.values()], reason)
+                await self._loop.run_in_executor(self._writes, self._tell_end, [*self._ranks.values()], reason)
         self._ending.set()
         for connection in (self._writing, self._watching, *(rank.listening for rank in self._ranks.values())):
             connection.close()
@@ -198,7 +199,7 @@ class RedisSampleSender(SampleSender):
         self._report(ConsumerJoined(consumer=rank.name))
         self._start(partial(self._listen, rank), f"tailrace-rank-{rank.name}")
 
-    def _hear(self, rank: _Rank, message: Pull | OwnReport | None) -> None:
+    def _hear(self, rank: _Rank, message: Pull | ConsumerReport | None) -> None:
         """A message of a rank, or None: it left."""
         if rank.is_gone:
             return
@@ -277,12 +278,12 @@ class RedisSampleSender(SampleSender):
             rank.writer.append([(sample_messages.SAMPLES, document)])
 
     def _forget(self, rank: _Rank) -> None:
-        """One that comes to again learns so: nobody says any more that it was heard."""
+        """One that goes on after a pause learns so: nobody says any more that it was heard."""
         rank.writer.expire(4 * self._lease_s)
         if not rank.has_left:
             self._writing.execute([("UNLINK", self._keys.heard(rank.token))])
 
-    def _say_goodbye(self, ranks: Sequence[_Rank], reason: str) -> None:
+    def _tell_end(self, ranks: Sequence[_Rank], reason: str) -> None:
         self._writing.execute([("UNLINK", self._keys.open, self._keys.joins)])
         for rank in ranks:
             rank.writer.append([(sample_messages.CLOSED, reason.encode())])
@@ -351,7 +352,7 @@ class RedisSampleSender(SampleSender):
                 self._on_loop(self._lose, rank, f"it said nothing for {self._lease_s:g} s")
 
 
-def _message(name: str, entry: Entry) -> Pull | OwnReport | None:
+def _message(name: str, entry: Entry) -> Pull | ConsumerReport | None:
     """Raises `CorruptData` for what no rank tells."""
     with guarded(f"a message of the rank {name!r} is not what was agreed on"):
         match entry.kind:

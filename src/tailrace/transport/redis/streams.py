@@ -33,7 +33,7 @@ _logger = logging.getLogger(__name__)
 _AT_ONCE, _AT_ONCE_BYTES = 256, 8 << 20
 """Of messages that go to Redis in one pipeline."""
 _LOOKED_AT = 64
-"""Entries that are looked at from the end for the writer's own last one; others are of zombies."""
+"""Entries that are looked at from the end for the writer's own last one; others are of earlier starts of the run."""
 _FIRST_LOOK_S = 0.02
 """Between two looks for a stream that is not there yet, or again; it doubles up to half a second."""
 _PARTS_AT_ONCE = 8
@@ -219,7 +219,7 @@ class GroupReader:
     def read(self, count: int = 1, wait_s: float = 1.0, *, done: Sequence[Entry] = ()) -> list[Entry]:
         """Messages that no consumer of the group was given; waits for one, for so long at most.
 
-        Entries that are `done` are acknowledged in the same breath. Raises `CorruptData` for what cannot be read, and
+        Entries that are `done` are acknowledged in the same pipeline. Raises `CorruptData` for what cannot be read, and
         `TransportError` where Redis was away for too long.
         """
         if not self._has_group and not self._join():
