@@ -9,16 +9,14 @@ from __future__ import annotations
 
 from tailrace.cluster.kuberay import render_kuberay
 from tailrace.cluster.kubernetes import render_kubernetes
-from tailrace.cluster.layout import Layout, NodeSize, lay_out
+from tailrace.cluster.layout import NodeSize
 from tailrace.cluster.manifests import KubernetesOptions
 from tailrace.cluster.slurm import SlurmOptions, render_slurm
 
 __all__ = [
     "KubernetesOptions",
-    "Layout",
     "NodeSize",
     "SlurmOptions",
-    "lay_out",
     "render_kuberay",
     "render_kubernetes",
     "render_slurm",

@@ -14,18 +14,13 @@ ROLLOUT_COLUMNS = [
 
 
 def rollout_rows(rollouts: Sequence[RolloutRecord]) -> list[list[str | int | float | bool | None]]:
-    """One each, in the order of `ROLLOUT_COLUMNS`."""
+    """One each, in the order of `ROLLOUT_COLUMNS`; long messages are cut."""
     return [
         [
             *(one.step, one.rollout_id, one.task_id, one.environment),
             outcome_text(one.outcome),
             *(one.reward, one.advantage, one.turns, one.completion_tokens, one.truncated),
-            conversation_text(one),
+            "\n\n".join(map(message_text, one.messages)),
         ]
         for one in rollouts
     ]
-
-
-def conversation_text(rollout: RolloutRecord) -> str:
-    """Every message under its role; long ones are cut."""
-    return "\n\n".join(message_text(message) for message in rollout.messages)
