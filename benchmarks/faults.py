@@ -41,7 +41,7 @@ QUICK = frozenset(
     {
         ("killed", "step"),
         *(("fill_disk", "step"), ("forbidden", "startup"), ("none", "startup")),
-        *(("delete_sockets", "step"), ("overwrite_segments_and_kill", "step")),
+        ("delete_sockets", "step"),
     }
 )
 """Blows and moments of the quick cells; without those that strike again and again."""
@@ -88,9 +88,9 @@ def main() -> int:
 
 def matrix(cells: list[Cell], *, quick: bool) -> list[Row]:
     """Some at once, in the order of their names' victims."""
-    victims = list(dict.fromkeys(cell.victim for cell in cells))
     if quick:
         cells = [cell for cell in cells if (cell.blow, cell.moment) in QUICK and cell.times <= 1]
+    victims = list(dict.fromkeys(cell.victim for cell in cells))
     cells = sorted(cells, key=lambda cell: (cell.blow not in _PATIENT, cell.times < 2, cell.end is not End.ORPHANED))
     with ThreadPoolExecutor(AT_ONCE_PER_CORE * len(os.sched_getaffinity(0))) as pool:
         outcomes = dict(zip(cells, pool.map(tried, cells), strict=True))

@@ -86,7 +86,7 @@ async def test_an_evaluation_alone_starts_programs_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("agent_workers", ["0", "1"])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.long), signal.SIGKILL])
 def test_a_run_that_is_ended_leaves_no_program_behind(
     tmp_path: Path, temporary: Path, agent_workers: str, number: signal.Signals
 ) -> None:

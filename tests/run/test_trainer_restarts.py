@@ -1,4 +1,7 @@
-"""Runs whose trainer is killed: it goes on from its newest checkpoint, and what no checkpoint had is trained again."""
+"""Runs whose trainer is killed: it goes on from its newest checkpoint, and what no checkpoint had is trained again.
+
+What is long here has a cell of its own, without a model, among those of `test_fault_matrix.py` tried each time.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,9 @@ def require_one_history(run: Command, steps: int) -> None:
     assert summary.ledger.by_state["failed"] == 0
 
 
-@pytest.mark.parametrize(("checkpoint_every_steps", "again"), [("3", range(1, 40)), ("0", [0])])
+@pytest.mark.parametrize(
+    ("checkpoint_every_steps", "again"), [("3", range(1, 40)), pytest.param("0", [0], marks=pytest.mark.long)]
+)
 def test_a_trainer_that_is_killed_goes_on_from_its_newest_checkpoint_and_no_step_is_lost(
     tmp_path: Path, checkpoint_every_steps: str, again: range | list[int]
 ) -> None:
@@ -71,6 +76,7 @@ def test_a_trainer_that_is_killed_goes_on_from_its_newest_checkpoint_and_no_step
     assert records(run.folder / "metrics.jsonl")[-1]["training/restarts"] == 1
 
 
+@pytest.mark.long
 def test_a_trainer_that_is_stopped_is_killed_for_its_silence_and_replaced(tmp_path: Path) -> None:
     hasty = ("--restarts.silence_s", "4", "--max_steps", "30", "--trainer.checkpoint_every_steps", "4")
     with command(tmp_path, *FRESH, *hasty) as run:
@@ -82,6 +88,7 @@ def test_a_trainer_that_is_stopped_is_killed_for_its_silence_and_replaced(tmp_pa
     require_one_history(run, 30)
 
 
+@pytest.mark.long
 def test_a_trainer_that_is_stopped_for_a_moment_goes_on_as_if_nothing_was(tmp_path: Path) -> None:
     with command(tmp_path, *FRESH, "--max_steps", "30") as run:
         run.wait_for_steps(5)
@@ -95,7 +102,7 @@ def test_a_trainer_that_is_stopped_for_a_moment_goes_on_as_if_nothing_was(tmp_pa
     assert records(run.folder / "metrics.jsonl")[-1]["training/restarts"] == 0
 
 
-@pytest.mark.parametrize("loss", ["leaving", "dying_in_a_save"])
+@pytest.mark.parametrize("loss", [pytest.param("leaving", marks=pytest.mark.long), "dying_in_a_save"])
 def test_a_trainer_that_leaves_with_status_0_or_dies_in_a_save_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loss: str
 ) -> None:
@@ -154,6 +161,7 @@ def test_steps_keep_their_versions_where_other_ones_are_skipped_the_second_time(
     assert summary.ledger.balances
 
 
+@pytest.mark.long
 def test_a_trainer_that_is_killed_while_it_starts_is_started_again(tmp_path: Path) -> None:
     with command(tmp_path, *FRESH, "--max_steps", "3") as run:
         kill_trainer(run)
@@ -176,6 +184,7 @@ def test_a_trainer_whose_batches_are_not_kept_fails_the_run(tmp_path: Path) -> N
     assert summary.ledger.balances
 
 
+@pytest.mark.long
 def test_a_trainer_that_ends_too_often_fails_the_run_by_its_name(tmp_path: Path) -> None:
     with command(tmp_path, *FRESH, "--max_steps", "10000", "--restarts.per_role", "1") as run:
         run.wait_for_steps(1)

@@ -130,6 +130,7 @@ def test_a_run_with_two_vllm_replicas_accounts_for_every_rollout_although_one_is
     assert _newest(run.folder, "generator/generator-0/failovers") > 0
 
 
+@pytest.mark.long
 def test_runs_train_with_a_vllm_generator_that_runs_already_whose_weights_they_replace(tmp_path: Path) -> None:
     other, smaller = save_with_other_weights(tmp_path / "other"), save_smaller(tmp_path / "smaller")
     with serving(*VLLM, "--address", "tcp://127.0.0.1:0", model=other) as process:
