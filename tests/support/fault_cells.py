@@ -190,7 +190,7 @@ def _again_and_again() -> Iterator[Cell]:
     for victim, times, told in (
         ("generator", 2, "the generator left early, killed by SIGKILL; the end of its log"),
         ("trainer", 2, "the trainer left early, killed by SIGKILL; the end of its log"),
-        ("trainer-1", 4, "the trainer-1 left early, killed by SIGKILL; the end of its log"),  # rank 0 worked
+        ("trainer-1", 2, "the trainer-1 left early, killed by SIGKILL; the end of its log"),
         ("worker", 2, "agent worker 0 died of SIGKILL"),
     ):
         yield Cell(victim, "killed", "startup", End.FAILS, told, replaces=True, times=times)

@@ -23,6 +23,7 @@ from tailrace.errors import TailraceError
 from tailrace.generation.engine_thread.generator import Generator
 from tailrace.generation.engines.protocol import SampledTokens
 from tailrace.generation.engines.simulated import SimulatedEngine, simulated_logprobs
+from tailrace.lifecycle.event_loop import first_done
 from tailrace.lifecycle.launchers import RoleHandle
 from tailrace.lifecycle.launchers.local import LocalLauncher
 from tailrace.lifecycle.roles import Role, RoleSpec
@@ -127,18 +128,38 @@ async def trainer(role: Role) -> None:
     settings = msgspec.json.decode(role.spec.settings, type=RoleSettings)
     rank = settings.run.trainer.rank_names.index(name)
     async with settings.transports().trainer(rank) as ends:
+        await _meet(settings, role.life, rank)
         role.ready()
-        other = asyncio.create_task(_stop_request(ends.log) if rank == 0 else _read_along(ends.batches))
-        try:
-            if rank == 0:
-                await _Training(settings, ends).run(other)
-            async for _ in ends.log.follow():
-                pass
-        finally:
-            other.cancel()
-            await asyncio.gather(other, return_exceptions=True)
+        if rank == 0:
+            await _train(settings, ends)
+        else:
+            await first_done(_read_along(ends.batches), _end_of(ends.log))
     passing(f"{name} end")
     await stay_if_deaf()
+
+
+async def _meet(settings: RoleSettings, life: int, rank: int) -> None:
+    """Rank 0 waits for the others, as ranks do that load a model together."""
+    root, ranks = settings.paths.root, settings.run.trainer.ranks
+    marks = [root / f".rank-{each}-{settings.epoch}-{life}" for each in range(ranks)]
+    marks[rank].touch()
+    while rank == 0 and not all(mark.exists() for mark in marks):  # noqa: ASYNC110 - of other processes
+        await asyncio.sleep(0.01)
+
+
+async def _train(settings: RoleSettings, ends: TrainerEnds) -> None:
+    stop = asyncio.create_task(_stop_request(ends.log))
+    try:
+        await _Training(settings, ends).run(stop)
+        await _end_of(ends.log)
+    finally:
+        stop.cancel()
+        await asyncio.gather(stop, return_exceptions=True)
+
+
+async def _end_of(log: EventLog) -> None:
+    async for _ in log.follow():
+        pass
 
 
 async def _read_along(batches: BatchReceiver) -> None:

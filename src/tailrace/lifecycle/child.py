@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Coroutine
+from pathlib import Path
 from typing import Any, NoReturn
 
 import msgspec
@@ -62,7 +63,11 @@ def main() -> int:
         threading.Thread(target=parent.tell_beats, args=(pulse, launch.beat_every_s), daemon=True).start()
     status = _run_role(launch, parent, stop, pulse)
     logging.shutdown()
-    if parent.is_gone.wait(_END_TOLD_S if status == ExitCode.FAILED else 0):  # its sockets may end before it is missed
+    was_stopped = _is_stopped(_PARENT)
+    while _is_stopped(_PARENT):  # if it is killed before it goes on, nobody else removes what it leaves
+        time.sleep(_LOOK_S)
+    is_in_doubt = was_stopped or status == ExitCode.FAILED  # its sockets may end before it is missed
+    if parent.is_gone.wait(_END_TOLD_S if is_in_doubt else 0):
         _remove_leftovers()
         _kill_own_group()
     return status
@@ -186,6 +191,14 @@ def _remove_leftovers() -> None:
         while os.getppid() == _PARENT and time.monotonic() < deadline_s:
             time.sleep(_LOOK_S)
         remove_leftovers()
+
+
+def _is_stopped(pid: int) -> bool:
+    """By a signal. False where processes cannot be looked at."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].startswith(("T", "t"))
+    except OSError:
+        return False
 
 
 def _kill_own_group() -> None:
