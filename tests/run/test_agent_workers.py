@@ -18,6 +18,7 @@ from tests.run.runs import command, records, rollouts, tiny_settings
 from tests.support import run_environments
 from tests.support.agent_environments import MISBEHAVING
 from tests.support.chrome_trace import read_trace, spans, tracks
+from tests.support.faults import Fault
 
 LIGHT = "tests.support.light_roles:LightLauncher"
 COSTS = {
@@ -70,6 +71,19 @@ def test_a_run_with_agent_workers_finishes_though_one_is_killed(tmp_path: Path) 
     events = read_trace(run.folder / "trace.json")
     assert tracks(events).keys() >= {"orchestrator", "agent worker 0", "agent worker 1"}
     assert spans(events, "rollout")
+
+
+def test_agent_workers_start_while_the_trainer_loads_the_model(tmp_path: Path) -> None:
+    marks = tmp_path / "marks"
+    marks.mkdir()
+    fault = Fault(marks, "trainer", "paused", "trainer startup")
+    light = ("--environment.name", "tests.support.light_roles:playing", "--placement", LIGHT, "--max_steps", "2")
+    with command(tmp_path, *light, variables=fault.variables) as run:
+        run.wait_until(fault.mark("reached-0").exists)
+        run.wait_until(lambda: bool(agent_workers(run.pid)))
+        fault.place_mark("struck-0", "")
+        status, printed = run.wait()
+        assert (status, run.leftovers()) == (0, []), printed
 
 
 def test_what_users_code_does_by_default_costs_its_own_rollouts_and_is_named(tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ _EXPLANATION_S = 1.0
 
 
 class Orchestrator(WeightListener, ReplicaListener):
-    """Runs until the trainer's terminal record. Starts workers and scheduler once trainer and weights are ready."""
+    """Runs until the trainer's terminal record. Schedules once trainer, weights and workers are ready."""
 
     def __init__(
         self,
@@ -290,12 +290,15 @@ class Orchestrator(WeightListener, ReplicaListener):
                 await self._log.append(self._untold.popleft())
 
     async def _schedule(self) -> None:
-        """Waits for the trainer, its weights in the generators, and the workers; then schedules until the tasks end."""
-        await self._until(lambda: self._trainer_started)
-        await self._installed(self.version)
+        """Waits for the trainer, its weights in the generators, and the workers; then schedules until the tasks end.
+
+        Workers, on this machine or a cluster's, start while the others load the model.
+        """
         async with asyncio.TaskGroup() as starting:
-            starting.create_task(self._roles.generators.serving())
             starting.create_task(self._rollouter.start())
+            await self._until(lambda: self._trainer_started)
+            await self._installed(self.version)
+            await self._roles.generators.serving()
         earlier = await self._take_up()
         self._scheduler.start(
             step=self.step,
