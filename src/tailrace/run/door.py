@@ -38,7 +38,7 @@ from tailrace.run.folder import told_in, writing
 from tailrace.run.generators import Generators
 from tailrace.run.replica_pool import Place
 from tailrace.run.replica_sources import JoinedGenerator, contradiction
-from tailrace.transport.channels import CLOSE_LINGER_MS, PeerMonitor, encode, ipc_address
+from tailrace.transport.channels import CLOSE_LINGER_MS, PeerMonitor, encode, ipc_address, received
 from tailrace.transport.keys import CurveKeys, guard, keep_alive, read_keys, require_safe_address, write_keys
 from tailrace.transport.payloads.accounts import PayloadAccounts
 
@@ -199,7 +199,7 @@ class Reception:
             has_keys = keys is not None
             require_safe_address(announced.address, has_keys=has_keys, setting="--address", key_setting="--key")
             own = await asyncio.to_thread(identify, self.settings.model.name)
-        except (SettingsError, ModelError) as error:
+        except (SettingsError, ModelError, OSError) as error:  # OSError: the model's files went away meanwhile
             return str(error)
         if what := contradiction(own, announced.model, with_weights=True):
             return f"the generator at {announced.address} serves {announced.model.name}, {what}"
@@ -251,7 +251,7 @@ class Door:
     async def _answer(self) -> None:
         """Waits for questions, one after the other, until the run is over."""
         while True:
-            guest, *frames = await self._socket.recv_multipart()
+            guest, *frames = await received(self._socket)
             answer: Answer
             try:
                 question = unpack_question(b"".join(frames))
@@ -329,14 +329,14 @@ class Asking:
     async def ask(self, question: Question) -> Offer | Accepted:
         """Ask, and wait for the answer. Raises `SettingsError` where it is a refusal, or none comes."""
         await self._socket.send(encode(question))
-        answering = asyncio.ensure_future(self._socket.recv())
+        answering = asyncio.ensure_future(received(self._socket))
         await asyncio.wait({answering, self._gone}, timeout=ANSWERED_WITHIN_S, return_when=asyncio.FIRST_COMPLETED)
         if not answering.done():
             answering.cancel()
             if self._gone.done():
                 raise self._refusal()
             raise SettingsError(f"--join: the run at {self._address} does not answer within {ANSWERED_WITHIN_S:g} s")
-        answer = unpack_answer(answering.result(), self._address)
+        answer = unpack_answer(b"".join(answering.result()), self._address)
         if isinstance(answer, Refused):
             raise SettingsError(f"--join: {answer.reason}")
         return answer
