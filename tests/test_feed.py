@@ -97,6 +97,20 @@ async def test_a_trainer_takes_steps_of_its_own_size_and_ends_the_run(
 
 
 @needs_redis
+async def test_a_rank_that_cannot_begin_gives_its_name_back(server: RedisServer, run: FedRun) -> None:
+    place = FeedPlace(server.url, "run")
+
+    def train() -> None:
+        with pytest.raises(SettingsError, match="takes weights from folders"):
+            Feed(place, weights={})
+        with Feed(place):
+            pass
+
+    await trained(train)
+    await run.hears(TrainingOver)
+
+
+@needs_redis
 @pytest.mark.parametrize(
     ("error", "status", "reason"),
     [

@@ -73,9 +73,13 @@ class Feed:
         self._name, self._leads, self._weights = f"rank-{rank}", rank == 0, WeightTeller(place.transfers)
         url = with_password(place.url)
         self._end = RedisSampleReceiver(url, place.run, self._name, prefix=place.prefix, patience_s=patience_s)
-        if self._leads:
-            self._end.report(TrainingBegan(consumer=self._name, step=step, version=version))
-            self._tell_weights(version, weights)
+        try:
+            if self._leads:
+                self._end.report(TrainingBegan(consumer=self._name, step=step, version=version))
+                self._tell_weights(version, weights)
+        except BaseException:
+            self._leave()
+            raise
 
     @property
     def num_ignored(self) -> int:
@@ -141,8 +145,11 @@ class Feed:
             if error is None:
                 raise
         finally:
-            self._end.leave()
-            self._weights.close()
+            self._leave()
+
+    def _leave(self) -> None:
+        self._end.leave()
+        self._weights.close()
 
 
 class Denominators(NamedTuple):
