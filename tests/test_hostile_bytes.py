@@ -73,7 +73,7 @@ from tailrace.rollouts.workers.messages import (
     pack,
     request_decoder,
 )
-from tailrace.run import door
+from tailrace.run import join_requests
 from tailrace.scheduling.tasks import TaskSource, TaskStream
 from tailrace.tracing.background import BackgroundWriter
 from tailrace.training.checkpoints.files import (
@@ -295,18 +295,18 @@ def agent_worker_reports(folder: Path) -> Reader:
     return Reader([*map(encode, several)], read, CorruptData, 2)
 
 
-def doors(folder: Path) -> Reader:
+def join_messages(folder: Path) -> Reader:
     """What guests ask, and are answered."""
     several = [
-        door.Offer("run", "generator-1", 1, b"{}", b"{}"),
-        door.Apply(messages.PROTOCOL),
-        door.Release("generator-1", "enough"),
-        door.Refused("no room"),
+        join_requests.Offer("run", "generator-1", 1, b"{}", b"{}"),
+        join_requests.Apply(messages.PROTOCOL),
+        join_requests.Release("generator-1", "enough"),
+        join_requests.Refused("no room"),
     ]
 
     def read(content: bytes) -> None:
         refused = 0
-        for unpack in (door.unpack_question, partial(door.unpack_answer, address="tcp://host:1")):
+        for unpack in (join_requests.unpack_question, partial(join_requests.unpack_answer, address="tcp://host:1")):
             try:
                 unpack(content)
             except (CorruptData, SettingsError):
@@ -593,7 +593,7 @@ def uploads(folder: Path) -> Reader:
 READERS = [
     *(calls, replies, channel_messages, worker_messages, key_files, scheduler_states, captures, checkpoints, summaries),
     *(model_state_dicts, weight_folders, model_state_dict_names, batch_headers, batch_tables),
-    *(stream_entries, streamed_samples, agent_worker_reports, doors, weight_files),
+    *(stream_entries, streamed_samples, agent_worker_reports, join_messages, weight_files),
     *(payload_references, slabs, deltas, uploads),
 ]
 

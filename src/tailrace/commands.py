@@ -227,12 +227,12 @@ class Serve:
         return _run(serve(settings, self.address or ADDRESS, self.key, _print, http_key=self.http_key))
 
     def _join(self, run: str, overrides: list[str]) -> int:
-        from tailrace.run.joined_serving import Guest, serve_run
+        from tailrace.run.joined_serving import JoinOptions, serve_run
 
         if self.http or self.http_key:
             raise SettingsError("--http: a generator that joins a run answers that run alone")
-        guest = Guest(run, self.key, self.address, self.model, overrides)
-        return _run(serve_run(guest, _print))
+        options = JoinOptions(run, self.key, self.address, self.model, overrides)
+        return _run(serve_run(options, _print))
 
 
 @dataclass(frozen=True)

@@ -76,8 +76,8 @@ def _free_port() -> int:
 
 
 def test_generators_join_a_run_by_its_folder_and_by_its_address_and_leave_it(tmp_path: Path) -> None:
-    door, listens = f"tcp://127.0.0.1:{_free_port()}", f"tcp://127.0.0.1:{_free_port()}"
-    with command(tmp_path, *ELASTIC, "--generator.join_address", door, "--max_steps", "10000") as run:
+    address, listens = f"tcp://127.0.0.1:{_free_port()}", f"tcp://127.0.0.1:{_free_port()}"
+    with command(tmp_path, *ELASTIC, "--generator.join_address", address, "--max_steps", "10000") as run:
         with joining(tmp_path, "--join", "run") as guest:
             run.wait_until(lambda: newest(run, "generator/generator-1/policy_version") > 0)
             run.wait_until(lambda: newest(run, "generator/generator-1/requests") > 0)
@@ -85,7 +85,7 @@ def test_generators_join_a_run_by_its_folder_and_by_its_address_and_leave_it(tmp
             run.wait_until(lambda: bool(told(run, "ReplicaLeft")))
             assert guest.wait(PATIENCE_S) == 143
         assert told(run, "ReplicaLeft")[0]["in_order"]
-        with joining(tmp_path, "--join", door, "--address", listens) as guest:
+        with joining(tmp_path, "--join", address, "--address", listens) as guest:
             run.wait_until(lambda: len(told(run, "ReplicaJoined")) == 2)
             run.wait_until(lambda: newest(run, "generator/generator-1/policy_version") > 0)
             run.process.terminate()

@@ -1,4 +1,4 @@
-"""Generators in processes of their own, without a model, join the generators of a run by its door, and leave them."""
+"""Generators in processes of their own, without a model, ask to join the generators of a run, and leave them."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from tailrace.generation.rpc.messages import PROTOCOL, WelcomeReply
 from tailrace.generation.rpc.server import GeneratorServer
 from tailrace.models.identity import ModelIdentity
 from tailrace.records import Completion, FinishReason, GenerationRequest, SamplingParams
-from tailrace.run.door import Announce, Apply, Asking, JoinPlace, Offer, Reception, open_doors
 from tailrace.run.generators import EndedReplica, Generators, ReplicaListener, ReplicaSource
-from tailrace.run.joined_serving import Guest, release, serve_run
+from tailrace.run.join_requests import Announce, Apply, JoinClient, JoinHandler, JoinPlace, Offer, listen_for_generators
+from tailrace.run.joined_serving import JoinOptions, release, serve_run
 from tailrace.run.transports import ReplicaConnection
 from tailrace.transport.channels import ipc_address
 from tailrace.transport.keys import write_keys
@@ -94,7 +94,7 @@ class News(ReplicaListener):
 
 @dataclass
 class World:
-    """A run's generators, with its door open."""
+    """A run's generators, which others may join."""
 
     generators: Generators
     folder: Path
@@ -140,10 +140,10 @@ async def world(tmp_path: Path, *overrides: str) -> AsyncIterator[World]:
     folder.mkdir()
     generators = Generators(settings, [OwnGenerator("generator-0", tmp_path)])
     generators.tell(news)
-    reception = Reception(settings, generators, "epoch", role=b"", lend=lambda ref, held: pytest.fail("no weights"))
+    handler = JoinHandler(settings, generators, "epoch", role=b"", lend=lambda ref, held: pytest.fail("no weights"))
     here = World(generators, folder, news)
     try:
-        async with open_doors(reception, folder / "join.json"):
+        async with listen_for_generators(handler, folder / "join.json"):
             await generators.serving()
             yield here
     finally:
@@ -235,8 +235,8 @@ def _free_port() -> int:
 async def test_a_guest_from_elsewhere_needs_the_key_of_the_run(tmp_path: Path) -> None:
     key, other = tmp_path / "key.json", tmp_path / "other.json"
     write_keys(other, "test")
-    door = ("--generator.join_address", "tcp://127.0.0.1:0", "--generator.join_key", str(key))
-    async with world(tmp_path, *door) as here:
+    elsewhere = ("--generator.join_address", "tcp://127.0.0.1:0", "--generator.join_key", str(key))
+    async with world(tmp_path, *elsewhere) as here:
         listens = f"tcp://127.0.0.1:{_free_port()}"
         status, printed = await told(await here.guest(here.place.elsewhere, str(other), listens))
         assert (status, "--key: " in printed) == (2, True), printed
@@ -272,31 +272,34 @@ def _unsafe(offer: Offer) -> Announce:
 async def test_another_model_is_refused_and_its_place_is_free_again(
     tmp_path: Path, announced: Callable[[Offer], Announce], why: str
 ) -> None:
-    async with world(tmp_path) as here, Asking(here.place.here) as asking:
+    async with world(tmp_path) as here, JoinClient(here.place.here) as client:
         for _ in range(3):
-            offer = await asking.ask(Apply(PROTOCOL))
+            offer = await client.ask(Apply(PROTOCOL))
             assert isinstance(offer, Offer)
             with pytest.raises(SettingsError) as raised:
-                await asking.ask(announced(offer))
+                await client.ask(announced(offer))
             assert why in str(raised.value)
 
 
 async def test_another_version_of_the_protocol_is_refused(tmp_path: Path) -> None:
-    async with world(tmp_path) as here, Asking(here.place.here) as asking:
+    async with world(tmp_path) as here, JoinClient(here.place.here) as client:
         with pytest.raises(
             SettingsError, match=f"speaks version {PROTOCOL} of the protocol, this generator version 10"
         ):
-            await asking.ask(Apply(10))
+            await client.ask(Apply(10))
         assert here.generators.pool.present == 1
 
 
 async def test_a_run_that_takes_nobody_in_and_one_that_is_not_there_are_named(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="no run takes generators of this host in"):
-        await serve_run(Guest("nobody", runs=tmp_path), print, waits_s=0.0)
+        await serve_run(JoinOptions("nobody", runs=tmp_path), print, waits_s=0.0)
     (tmp_path / "fixed").mkdir()
     (tmp_path / "fixed" / "config.toml").write_text(
         'name = "fixed"\nmax_steps = 1\n[model]\nname = "bundled:quickstart"\n[generator]\nreplicas = 2\n'
         '[[environments]]\nname = "sort-words"\n'
     )
     with pytest.raises(SettingsError, match=r"takes no generators in: it has generator\.replicas = 2"):
-        await serve_run(Guest(str(tmp_path / "fixed")), print, waits_s=0.0)
+        await serve_run(JoinOptions(str(tmp_path / "fixed")), print, waits_s=0.0)
+    for address, reason in (("tcp://10.0.0.5", "is no address"), ("tcp://10.0.0.5:5800", "give --key as well")):
+        with pytest.raises(SettingsError, match=f"--join = {address} .*{reason}"):
+            await serve_run(JoinOptions(address), print, waits_s=0.0)

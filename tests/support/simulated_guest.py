@@ -9,12 +9,12 @@ from pathlib import Path
 from tailrace.errors import TailraceError
 from tailrace.generation.engines.simulated import SimulatedEngine
 from tailrace.lifecycle.exit_codes import exit_code_of
-from tailrace.run.joined_serving import Guest, serve_run
+from tailrace.run.joined_serving import JoinOptions, serve_run
 
 
 def main(run: str, key: str = "", address: str = "") -> int:
     """Its exit status, as the command's."""
-    guest = Guest(run, Path(key) if key else None, address or None, overrides=["--generator.slots", "4"])
+    guest = JoinOptions(run, Path(key) if key else None, address or None, overrides=["--generator.slots", "4"])
     try:
         return asyncio.run(
             serve_run(

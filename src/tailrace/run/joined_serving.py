@@ -1,6 +1,6 @@
 """`tailrace serve --join`: a generator that joins a run which goes on, serves it, and leaves it.
 
-    asks at the run's door ──► its settings ──► builds the engine, listens ──► the run connects, sends requests
+    asks to join         ──► its settings ──► builds the engine, listens ──► the run connects, sends requests
     SIGTERM ──► asks the run to let it go ──► its requests move on ──► the run closes it
 
 It ends when the run lets it go, is over, or is gone.
@@ -35,13 +35,13 @@ from tailrace.lifecycle.resources import own_shared_memory, own_socket_folder, r
 from tailrace.lifecycle.signals import StopSignals
 from tailrace.models.identity import identify
 from tailrace.models.loading import require_weights
-from tailrace.run.door import Accepted, Announce, Apply, Asking, JoinPlace, Offer, Release
 from tailrace.run.engines import engine_factory
 from tailrace.run.folder import RunPaths
 from tailrace.run.host_transports import GeneratorEnds, HostTransports
+from tailrace.run.join_requests import Accepted, Announce, Apply, JoinClient, JoinPlace, Offer, Release
 from tailrace.run.roles import RoleSettings, seed_of_life
 from tailrace.transport.channels import ipc_address
-from tailrace.transport.keys import CurveKeys, read_keys
+from tailrace.transport.keys import CurveKeys, read_keys, require_safe_address
 from tailrace.transport.payloads.store import MemoryPayloadStore
 
 WAITS_S = 300.0
@@ -57,7 +57,7 @@ Say: TypeAlias = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Guest:
+class JoinOptions:
     """What `tailrace serve --join` was given."""
 
     run: str
@@ -73,27 +73,27 @@ class Guest:
 
 
 async def serve_run(
-    guest: Guest, say: Say, *, make_engine: MakeEngine = engine_factory, waits_s: float = WAITS_S
+    options: JoinOptions, say: Say, *, make_engine: MakeEngine = engine_factory, waits_s: float = WAITS_S
 ) -> int:
     """Join the run, serve it to the end; the exit status. `say` prints. Raises `SettingsError`, `LifecycleError`."""
     await asyncio.to_thread(remove_leftovers)
     with own_socket_folder(uuid.uuid4().hex) as sockets:
-        keys, asking = await _at_the_door(guest, say, waits_s)
-        async with asking:
-            await asking.connected(waits_s)
-            offer = await asking.ask(Apply(PROTOCOL))
+        keys, client = await _connect(options, say, waits_s)
+        async with client:
+            await client.connected(waits_s)
+            offer = await client.ask(Apply(PROTOCOL))
             assert isinstance(offer, Offer)
-            settings = joined_settings(offer.settings, guest.model, guest.overrides)
+            settings = joined_settings(offer.settings, options.model, options.overrides)
             await asyncio.to_thread(require_weights, settings.model.name)
             announced = Announce(
                 name=offer.name,
                 life=offer.life,
-                address=guest.address or ipc_address(sockets.path, "generator"),
+                address=options.address or ipc_address(sockets.path, "generator"),
                 model=await asyncio.to_thread(identify, settings.model.name),
                 slots=settings.generator.concurrency,
                 max_model_tokens=settings.max_model_tokens,
             )
-            await asking.ask(announced)
+            await client.ask(announced)
         say(f"joins the run {offer.run} as {offer.name}: its engine is built")
         with _ends(offer, announced, keys) as (ends, stand_alone):
             generator = Generator(
@@ -121,30 +121,31 @@ async def serve_run(
 
 async def release(run: str, name: str, key: Path | None, runs: Path = RUNS) -> None:
     """Ask a run to let one of its generators go. Raises `SettingsError` where it refuses, or is not there."""
-    guest = Guest(run, key, runs=runs)
-    _, asking = await _at_the_door(guest, lambda said: None, 0.0)
-    async with asking:
-        await asking.connected(_USED_WITHIN_S)
-        answer = await asking.ask(Release(name, "`tailrace leave` asked for it"))
+    options = JoinOptions(run, key, runs=runs)
+    _, client = await _connect(options, lambda said: None, 0.0)
+    async with client:
+        await client.connected(_USED_WITHIN_S)
+        answer = await client.ask(Release(name, "`tailrace leave` asked for it"))
     assert isinstance(answer, Accepted)
 
 
-async def _at_the_door(guest: Guest, say: Say, waits_s: float) -> tuple[CurveKeys | None, Asking]:
-    """The run's key, where there is one, and its door. Raises `SettingsError`."""
-    keys = read_keys(guest.key, "--key") if guest.key is not None else None
-    if "://" in guest.run:
-        return keys, Asking(guest.run, keys)
-    place = await _told(_folder(guest), say, waits_s)
+async def _connect(options: JoinOptions, say: Say, waits_s: float) -> tuple[CurveKeys | None, JoinClient]:
+    """The run's key, where there is one, and a client of it. Raises `SettingsError`."""
+    keys = read_keys(options.key, "--key") if options.key is not None else None
+    if "://" in options.run:
+        require_safe_address(options.run, has_keys=keys is not None, setting="--join", key_setting="--key")
+        return keys, JoinClient(options.run, keys)
+    place = await _told(_folder(options), say, waits_s)
     if _is_here(place):
-        return None, Asking(place.here)
+        return None, JoinClient(place.here)
     if keys is None:
         raise SettingsError("--join: the run is on another host: give the file of its generator.join_key (--key)")
-    return keys, Asking(place.elsewhere, keys)
+    return keys, JoinClient(place.elsewhere, keys)
 
 
-def _folder(guest: Guest) -> Path:
-    given = Path(guest.run)
-    return given if given.is_dir() or os.sep in guest.run else guest.runs / guest.run
+def _folder(options: JoinOptions) -> Path:
+    given = Path(options.run)
+    return given if given.is_dir() or os.sep in options.run else options.runs / options.run
 
 
 async def _told(folder: Path, say: Say, waits_s: float) -> JoinPlace:

@@ -34,10 +34,10 @@ from tailrace.records import Generate
 from tailrace.run.agent_places import HostedPlace
 from tailrace.run.cluster import role_groups, spare_groups
 from tailrace.run.devices import in_own_process, role_devices
-from tailrace.run.door import Reception, open_doors
 from tailrace.run.folder import RunPaths
 from tailrace.run.generators import Generators
 from tailrace.run.host_transports import HostTransports, host_transports, restarts_trainer
+from tailrace.run.join_requests import JoinHandler, listen_for_generators
 from tailrace.run.memory_transports import new_memory_transports
 from tailrace.run.outside_trainer import OutsideTrainer
 from tailrace.run.replica_sources import ConnectedGenerator, StartedGenerator
@@ -131,7 +131,7 @@ async def start_roles(settings: RunSettings, paths: RunPaths, log: MemoryEventLo
     async with _role_starter(settings, paths, log) as starter:
         roles = StartedRoles(starter, log)
         try:
-            async with starter.doors(roles):
+            async with starter.joining(roles):
                 yield roles
         finally:
             await roles.shut_down()
@@ -245,13 +245,13 @@ class _RoleStarter:
         return Generators(self.settings, [*connected], awaits_weights=with_trainer)
 
     @asynccontextmanager
-    async def doors(self, roles: StartedRoles) -> AsyncIterator[None]:
+    async def joining(self, roles: StartedRoles) -> AsyncIterator[None]:
         """Where generators may join, as long as they may."""
         if not self.settings.generator.replicas.may_join:
             yield
             return
         assert isinstance(self.transports, HostTransports)
-        reception = Reception(
+        handler = JoinHandler(
             self.settings,
             roles.generators,
             self.launcher.epoch,
@@ -259,7 +259,7 @@ class _RoleStarter:
             lend=self.transports.lender.lend,
             payloads=roles.payloads,
         )
-        async with open_doors(reception, self.paths.join):
+        async with listen_for_generators(handler, self.paths.join):
             yield
 
     def start_teacher(self) -> Generators | None:

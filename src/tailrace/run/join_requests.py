@@ -1,14 +1,14 @@
-"""Where generators that no run started ask to join one that goes on: `tailrace serve --join`.
+"""How generators that no run started ask to join one that goes on: `tailrace serve --join`.
 
-    guest                             run
+    generator                         run
       Apply (protocol) ─────────────► a place in the pool, or Refused
       ◄──────────────── Offer (name, settings)
       Announce (address, model) ────► the same model? then it is connected to, as any other generator
       ◄──────────────── Accepted, or Refused
       listens at its address ◄═══════ requests and weights
 
-`join.json` in the run's folder tells where the door is: a socket that only this user of this host can reach, and, where
-`generator.join_address` says so, one for other hosts, which only holders of the run's key are let in by.
+`join.json` in the run's folder tells where the run listens: at a socket that only this user of this host can reach, and
+where `generator.join_address` says so, at one for other hosts, which only holders of the run's key are let in by.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ from tailrace.transport.payloads.accounts import PayloadAccounts
 _logger = logging.getLogger(__name__)
 
 ANNOUNCED_WITHIN_S = 120.0
-"""How long a place is kept for a guest that was offered it: it reads a sample of its model's files meanwhile."""
+"""How long a place is kept for a generator that was offered it: it reads a sample of its model's files meanwhile."""
 ANSWERED_WITHIN_S = 60.0
-"""How long a guest waits for the run's answer."""
+"""How long a generator waits for the run's answer."""
 
 
 class Apply(msgspec.Struct, frozen=True, tag=True):
@@ -67,7 +67,7 @@ class Offer(msgspec.Struct, frozen=True, tag=True):
     settings: bytes
     """`ServeSettings`, as JSON: what to serve, and how."""
     role: bytes = b""
-    """`RoleSettings`, as JSON, for a guest on this host: where weights and payloads lie."""
+    """`RoleSettings`, as JSON, for a generator on this host: where weights and payloads lie."""
 
 
 class Announce(msgspec.Struct, frozen=True, tag=True):
@@ -106,7 +106,7 @@ _ANSWERS: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 
 def unpack_question(frame: bytes) -> Question:
     """Raises `CorruptData` for bytes that are none."""
-    with guarded("a door was asked what is no question"):
+    with guarded("it is no request to join or leave"):
         return _QUESTIONS.decode(frame)
 
 
@@ -120,27 +120,27 @@ class JoinPlace(msgspec.Struct, frozen=True):
     """What `join.json` holds."""
 
     here: str
-    """The address of the door for this host."""
+    """The address for generators on this host."""
     elsewhere: str = ""
     """For other hosts, with the run's key; empty without."""
 
 
 @dataclass(slots=True)
-class Reception:
-    """Answers at the doors of one run, on its event loop."""
+class JoinHandler:
+    """Answers requests to join or leave one run, on its event loop."""
 
     settings: RunSettings
     generators: Generators
     epoch: str
     role: bytes
-    """`RoleSettings` of the run, as JSON; empty where guests on this host do not see its memory either."""
+    """`RoleSettings` of the run, as JSON; empty where generators on this host do not see its memory either."""
     lend: LendWeights
     payloads: PayloadAccounts | None = None
     _kept: dict[Place, asyncio.TimerHandle] = field(default_factory=dict)
     """Places that were offered, until they are taken or forgotten."""
 
     async def answer(self, question: Question, keys: CurveKeys | None, *, is_here: bool) -> Answer:
-        """`keys` are those of the door that it came through, `is_here` whether that is for this host alone."""
+        """`keys` are those of the socket that it came through, `is_here` whether that is for this host alone."""
         match question:
             case Apply(protocol=protocol):
                 return self._offer(protocol, is_here=is_here)
@@ -227,11 +227,11 @@ class Reception:
             timer.cancel()
 
 
-class Door:
-    """One socket at which guests ask. Make it on a running event loop. Raises `SettingsError`."""
+class JoinListener:
+    """One socket at which generators ask. Make it on a running event loop. Raises `SettingsError`."""
 
-    def __init__(self, address: str, reception: Reception, keys: CurveKeys | None = None, *, is_here: bool) -> None:
-        self._reception, self._keys, self._is_here = reception, keys, is_here
+    def __init__(self, address: str, handler: JoinHandler, keys: CurveKeys | None = None, *, is_here: bool) -> None:
+        self._handler, self._keys, self._is_here = handler, keys, is_here
         self._context = zmq.asyncio.Context() if keys else zmq.asyncio.Context.instance()
         self._socket = self._context.socket(zmq.ROUTER)
         if address.startswith("tcp:"):
@@ -246,19 +246,19 @@ class Door:
         assert isinstance(endpoint, bytes)
         self.address = endpoint.decode()
         """Where it listens; port 0 is resolved to the chosen one."""
-        self._answering = asyncio.create_task(self._answer(), name=f"door at {self.address}")
+        self._answering = asyncio.create_task(self._answer(), name=f"requests to join at {self.address}")
 
     async def _answer(self) -> None:
         """Waits for questions, one after the other, until the run is over."""
         while True:
-            guest, *frames = await received(self._socket)
+            sender, *frames = await received(self._socket)
             answer: Answer
             try:
                 question = unpack_question(b"".join(frames))
-                answer = await self._reception.answer(question, self._keys, is_here=self._is_here)
+                answer = await self._handler.answer(question, self._keys, is_here=self._is_here)
             except CorruptData as error:
-                answer = Refused(f"this is no question of a generator: {error}")
-            await self._socket.send_multipart([guest, encode(answer)])
+                answer = Refused(f"the run cannot read what it was sent: {error}")
+            await self._socket.send_multipart([sender, encode(answer)])
 
     async def close(self) -> None:
         """Nobody may join any more."""
@@ -274,23 +274,23 @@ class Door:
 
 
 @contextlib.asynccontextmanager
-async def open_doors(reception: Reception, told: Path) -> AsyncIterator[None]:
+async def listen_for_generators(handler: JoinHandler, told: Path) -> AsyncIterator[None]:
     """Let generators join while inside; `told` is the file that says where. Raises `SettingsError`, `DataError`."""
-    chosen = reception.settings.generator
+    chosen = handler.settings.generator
     async with contextlib.AsyncExitStack() as stack:
-        stack.callback(reception.close)
-        folder = stack.enter_context(own_socket_folder(reception.epoch))
-        doors = [Door(ipc_address(folder.path, "join"), reception, is_here=True)]
-        stack.push_async_callback(doors[0].close)
+        stack.callback(handler.close)
+        folder = stack.enter_context(own_socket_folder(handler.epoch))
+        listeners = [JoinListener(ipc_address(folder.path, "join"), handler, is_here=True)]
+        stack.push_async_callback(listeners[0].close)
         if chosen.join_address is not None:
             keys = await asyncio.to_thread(_keys, Path(chosen.join_key)) if chosen.join_key is not None else None
-            doors.append(Door(chosen.join_address, reception, keys, is_here=False))
-            stack.push_async_callback(doors[1].close)
+            listeners.append(JoinListener(chosen.join_address, handler, keys, is_here=False))
+            stack.push_async_callback(listeners[1].close)
         with writing(told.parent):
-            place = JoinPlace(*(door.address for door in doors))
+            place = JoinPlace(*(listener.address for listener in listeners))
             stack.enter_context(told_in(told, msgspec.json.encode(place)))
-        for door in doors:
-            _logger.info("generators may join at %s", door.address)
+        for listener in listeners:
+            _logger.info("generators may join at %s", listener.address)
         yield
 
 
@@ -303,8 +303,8 @@ def _keys(path: Path) -> CurveKeys:
     return keys
 
 
-class Asking:
-    """A guest's end of a door. An async context manager. Make it on a running event loop."""
+class JoinClient:
+    """The generator's end. An async context manager. Make it on a running event loop."""
 
     def __init__(self, address: str, keys: CurveKeys | None = None) -> None:
         self._address = address
@@ -314,7 +314,7 @@ class Asking:
         self._monitor = PeerMonitor(self._socket, refusals=True)
         self._socket.connect(address)
         self._connected = asyncio.Event()
-        self._gone = asyncio.create_task(self._monitor.watch(self._connected.set), name=f"door at {address}")
+        self._gone = asyncio.create_task(self._monitor.watch(self._connected.set), name=f"the run at {address}")
 
     async def connected(self, within_s: float) -> None:
         """Wait for the run to be there. Raises `SettingsError`."""
