@@ -30,7 +30,7 @@ def require_page(wanted: bool) -> None:
 
 
 def views_of_report() -> ViewsOf | None:
-    """The dashboard's views of what the report shows; None in a house without a dashboard."""
+    """The dashboard's views of what the report shows; None where that package was removed."""
     if importlib.util.find_spec("tailrace.dashboard") is None:
         return None
     from tailrace.dashboard.report_views import report_views
@@ -41,17 +41,10 @@ def views_of_report() -> ViewsOf | None:
 @contextlib.asynccontextmanager
 async def page_beside(wanted: bool, folder: Path, log: Path) -> AsyncIterator[None]:
     """The page is there inside; its link is logged. Nothing that goes wrong with it reaches the run."""
-    if not wanted:
+    process = await _started(folder, log) if wanted else None
+    if process is None:
         yield
         return
-    with log.open("ab") as errors:
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", _MODULE, str(folder)),
-            stdin=PIPE,
-            stdout=PIPE,
-            stderr=errors,
-            start_new_session=True,
-        )
     telling = asyncio.create_task(_tell_link(process, log), name="dashboard's link")
     try:
         yield
@@ -59,6 +52,21 @@ async def page_beside(wanted: bool, folder: Path, log: Path) -> AsyncIterator[No
         telling.cancel()
         await asyncio.gather(telling, return_exceptions=True)
         await _end(process)
+
+
+async def _started(folder: Path, log: Path) -> Process | None:
+    try:
+        with log.open("ab") as errors:
+            return await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", _MODULE, str(folder)),
+                stdin=PIPE,
+                stdout=PIPE,
+                stderr=errors,
+                start_new_session=True,
+            )
+    except OSError as error:
+        _logger.warning("the dashboard cannot be started: %s", error)
+        return None
 
 
 async def _tell_link(process: Process, log: Path) -> None:
