@@ -125,6 +125,8 @@ async def test_what_is_appended_to_a_file_is_seen(tmp_path: Path) -> None:
     assert len((await ask("runs/a/rollouts", kind="evaluation", step=0))["rollouts"]) == 1
     write_traces(tmp_path / "a", [1.0, 1.0], from_number=1)
     assert len((await ask("runs/a/rollouts", kind="evaluation", step=0))["rollouts"]) == 3
+    (tmp_path / "a" / "traces.jsonl").write_text("")
+    assert (await ask("runs"))["runs"][0]["held_out"] is None
 
 
 async def test_results_of_the_older_verifiers(tmp_path: Path) -> None:

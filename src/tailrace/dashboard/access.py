@@ -11,7 +11,6 @@ from urllib.parse import parse_qs
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-COOKIE = "tailrace_ui"
 _HEADERS = [
     (
         b"content-security-policy",
@@ -89,8 +88,8 @@ class Guarded:
         if not self._access.allows_host(headers.get(b"host", "")):
             await _refuse(send, 421, "ask for this page by the address that `tailrace ui` printed")
         elif given and self._access.token is not None and self._access.allows(given):
-            await _enter(send, scope["path"], given)
-        elif not self._access.allows(_cookie(headers)):
+            await _enter(send, scope["path"], f"{_cookie_name(scope)}={given}")
+        elif not self._access.allows(_cookie(headers, _cookie_name(scope))):
             await _refuse(send, 401, "open the link that `tailrace ui` printed: its token lets you in")
         elif scope["method"] not in ("GET", "HEAD") and not _is_from_here(headers):
             await _refuse(send, 403, "only this page itself may ask for that")
@@ -98,9 +97,14 @@ class Guarded:
             await self._app(scope, receive, _with_headers(send))
 
 
-def _cookie(headers: Mapping[bytes, str]) -> str:
+def _cookie_name(scope: Scope) -> str:
+    """Of the port: a browser sends a host's cookies to all of its ports, and several may have dashboards."""
+    return f"tailrace_ui_{scope['server'][1]}"
+
+
+def _cookie(headers: Mapping[bytes, str], name: str) -> str:
     try:
-        found = SimpleCookie(headers.get(b"cookie", "")).get(COOKIE)
+        found = SimpleCookie(headers.get(b"cookie", "")).get(name)
     except CookieError:
         return ""
     return found.value if found is not None else ""
@@ -121,12 +125,15 @@ def _with_headers(send: Send) -> Send:
     return sending
 
 
-async def _enter(send: Send, path: str, token: str) -> None:
+async def _enter(send: Send, path: str, cookie: str) -> None:
     """Keep the token in a cookie, and out of the address."""
-    cookie = f"{COOKIE}={token}; Path=/; HttpOnly; SameSite=Strict".encode()
     # One slash: two would name another host.
     place = ("/" + path.lstrip("/")).encode("latin-1", "replace")
-    headers = [(b"location", place), (b"set-cookie", cookie), *_HEADERS]
+    headers = [
+        (b"location", place),
+        (b"set-cookie", f"{cookie}; Path=/; HttpOnly; SameSite=Strict".encode()),
+        *_HEADERS,
+    ]
     await send({"type": "http.response.start", "status": 303, "headers": headers})
     await send({"type": "http.response.body", "body": b""})
 

@@ -20,7 +20,7 @@ from starlette.staticfiles import StaticFiles
 from tailrace.dashboard.chat import ChatPlace, reply, running_policy
 from tailrace.dashboard.folders import RunRow, RunState, RunTable, find_runs, is_run_folder, summary_of
 from tailrace.dashboard.others import OthersFiles, about, find_sources, source_at
-from tailrace.dashboard.rollout_files import Kind, RolloutTable, Wanted, part, shortened
+from tailrace.dashboard.rollout_files import Kind, Matches, RolloutTable, Wanted, part, shortened
 from tailrace.dashboard.run_data import RunCache, RunData
 from tailrace.dashboard.run_events import RunEvent
 from tailrace.dashboard.schedule import Schedule, Waterfall
@@ -265,11 +265,10 @@ class Dashboard:
             raise NotThere(f"{kind} {step} has no rollout {rollout_id!r}")
         return record
 
-    def search(self, request: Request) -> object:
+    def search(self, request: Request) -> Matches:
         """Rollouts that hold a text, or are of an environment, an outcome, a range of reward or length, in the newest
         files first; `left` says where to go on."""
-        given = {name: request.query_params.get(name, "") for name in Wanted.__struct_fields__}
-        wanted = Wanted(**given)
+        wanted = Wanted(**{name: request.query_params.get(name, "") for name in Wanted.__struct_fields__})
         if wanted.is_any:
             raise NotThere("there is nothing to search for")
         rollouts = self._run(request).rollouts

@@ -113,10 +113,7 @@ class RunTable:
 
     def rows(self, runs: dict[str, Path]) -> list[RunRow]:
         """One for each run, in the same order."""
-        now_s = time.time()
-        found = []
-        for name, folder in runs.items():
-            found.append(self._row(name, folder, now_s))
+        found = [self._row(name, folder) for name, folder in runs.items()]
         self._known = {folder: self._known[folder] for folder in runs.values()}
         varying = _varying([settings for row, settings in found if row.state is not RunState.READ])
         return [
@@ -129,11 +126,12 @@ class RunTable:
             for row, settings in found
         ]
 
-    def _row(self, name: str, folder: Path, now_s: float) -> tuple[RunRow, Settings]:
-        state = (*_stamps(folder), _owner_is_alive(folder, now_s))
+    def _row(self, name: str, folder: Path) -> tuple[RunRow, Settings]:
+        alive = _owner_is_alive(folder)
+        state = (*_stamps(folder), alive)
         known = self._known.get(folder)
         if known is None or known[0] != state:
-            row, settings = read_row(name, folder, now_s)
+            row, settings = _read_row(name, folder, alive=alive)
             self._known[folder] = known = (state, row, settings)
         return known[1], known[2]
 
@@ -162,7 +160,7 @@ def _varying(settings: list[Settings]) -> list[str]:
     ]
 
 
-def read_row(name: str, folder: Path, now_s: float) -> tuple[RunRow, Settings]:
+def _read_row(name: str, folder: Path, *, alive: bool) -> tuple[RunRow, Settings]:
     """What the table shows of one run. Never raises: what cannot be read is left out."""
     settings = read_settings(folder / "config.toml")
     summary = summary_of(folder)
@@ -170,7 +168,6 @@ def read_row(name: str, folder: Path, now_s: float) -> tuple[RunRow, Settings]:
     first = decoded(first_line(folder / METRICS_FILE, _LINE_BYTES)) or {}
     steps = [line for line in lines if "reward/mean" in line or "policy/version" in line]
     newest = steps[-1] if steps else {}
-    alive = _owner_is_alive(folder, now_s)
     return (
         RunRow(
             id=name,
@@ -210,7 +207,7 @@ def _state(summary: RunSummary | None, alive: bool, left_behind: bool) -> RunSta
     return RunState.CRASHED if summary is None or left_behind else RunState(str(summary.status))
 
 
-def _owner_is_alive(folder: Path, now_s: float) -> bool:
+def _owner_is_alive(folder: Path) -> bool:
     """Whether a run goes on in the folder, without touching its lock.
 
     On this host the process tells; of another one, that it renewed its file lately.
@@ -218,7 +215,7 @@ def _owner_is_alive(folder: Path, now_s: float) -> bool:
     path = folder / _OWNER_FILE
     try:
         owner = msgspec.json.decode(path.read_bytes()[:4096], type=_Owner)
-        silent_s = now_s - path.stat().st_mtime
+        silent_s = time.time() - path.stat().st_mtime
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
         return False
     if owner.host == socket.gethostname():

@@ -115,7 +115,7 @@ class _Converted:
     def update(self) -> None:
         """Take in what came since."""
         is_lines = self._source.library is Library.VERIFIERS
-        if (self._take_lines() if is_lines else self._take_tables()) == 0:
+        if not (self._take_lines() if is_lines else self._take_tables()):
             return
         lines = [_metrics_line(step, kind, figures) for (step, kind), figures in sorted(self._figures.items())]
         part = self.folder / f"{METRICS_FILE}.part"
@@ -126,10 +126,13 @@ class _Converted:
         self._about()
         self._settings()
 
-    def _take_lines(self) -> int:
-        """How many lines were new."""
-        if self._tail.start_over_if_replaced():
+    def _take_lines(self) -> bool:
+        """Whether anything has changed."""
+        is_void = self._tail.start_over_if_replaced()
+        if is_void:
             self._forget()
+        if self._tail.offset > _MOST_BYTES:
+            return False
         before = self._num_lines
         batch: list[Placed] = []
         for line in self._tail.lines():
@@ -144,13 +147,14 @@ class _Converted:
             if self._tail.offset > _MOST_BYTES:
                 break
         self._write(batch)
-        return self._num_lines - before
+        return is_void or self._num_lines > before
 
-    def _take_tables(self) -> int:
-        """How many tables were new or had changed; with one that has, all are read again."""
+    def _take_tables(self) -> bool:
+        """Whether anything has changed; with a table that has, or is gone, all are read again."""
         stamps = {path: _stamp(path) for path in self._source.tables()}
         new = [path for path, stamp in stamps.items() if self._stamps.get(path) != stamp]
-        if any(path in self._stamps for path in new) or self._stamps.keys() - stamps.keys():
+        is_void = any(path in self._stamps for path in new) or bool(self._stamps.keys() - stamps.keys())
+        if is_void:
             self._forget()
             new = list(stamps)
         left = _MOST_BYTES - sum(size for path, (_, size) in stamps.items() if path not in new)
@@ -161,7 +165,7 @@ class _Converted:
             except DataError:
                 self._num_unread += 1
         self._stamps = stamps
-        return len(new)
+        return is_void or bool(new)
 
     def _forget(self) -> None:
         self._figures.clear()

@@ -34,7 +34,7 @@ export async function show(target, context) {
     return;
   }
   let timer = 0;
-  /** What is known is drawn at once; what is missing is asked for when the hand rests. */
+  /** What is known is drawn at once; what is missing is asked for once nothing moved for a while. */
   const view = (from, to) => {
     const length = state.found.length_s;
     const wide = Math.min(length, Math.max(LEAST_S, to - from));
