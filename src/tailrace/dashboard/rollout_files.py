@@ -169,6 +169,8 @@ class RolloutFiles:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self.num_kept = 0
+        """Rollouts whose rows are in memory, of all files."""
         self._indexes: OrderedDict[Path, _Index] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -245,6 +247,7 @@ class RolloutFiles:
         while kept > _KEPT_ROLLOUTS and len(self._indexes) > 1:
             _, forgotten = self._indexes.popitem(last=False)
             kept -= len(forgotten.rows)
+        self.num_kept = kept
 
 
 def _excerpts(path: Path, needle: bytes, places: Sequence[_Located]) -> Iterator[tuple[RolloutRow, str]]:

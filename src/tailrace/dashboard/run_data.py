@@ -14,7 +14,9 @@ from tailrace.dashboard.schedule import Schedule, Waiting, Waterfall, schedule_o
 from tailrace.dashboard.trace_spans import TraceSpans
 from tailrace.reporting.run_folder import METRICS_FILE, ROLLOUTS_FOLDER
 
-_KEPT_METRIC_BYTES = 64 << 20
+_KEPT_BYTES = 256 << 20
+_ROW_BYTES = 2_000
+"""Of a rollout's row, about."""
 _KEPT_RUNS = 64
 _KEPT_TRACES = 1
 _NEWEST_FILES = 8
@@ -34,8 +36,8 @@ class RunData:
 
     @property
     def num_bytes(self) -> int:
-        """What its curves take."""
-        return self._metrics.num_bytes
+        """What its curves and the rows of its rollouts take, about."""
+        return self._metrics.num_bytes + _ROW_BYTES * self.rollouts.num_kept
 
     def metrics(self) -> tuple[MetricColumns, threading.Lock]:
         """Its curves up to now, and the lock to hold while they are read."""
@@ -103,7 +105,7 @@ class RunCache:
 
     def _forget(self) -> None:
         while len(self._runs) > 1 and (
-            len(self._runs) > _KEPT_RUNS or sum(run.num_bytes for run in self._runs.values()) > _KEPT_METRIC_BYTES
+            len(self._runs) > _KEPT_RUNS or sum(run.num_bytes for run in self._runs.values()) > _KEPT_BYTES
         ):
             self._runs.popitem(last=False)
         traced = [run for run in self._runs.values() if run.trace is not None]
