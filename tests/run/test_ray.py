@@ -130,6 +130,7 @@ def told(run: Command, kind: str) -> list[str]:
     return [event["name"] for event in records(run.folder / "events.jsonl") if event["type"] == kind]
 
 
+@pytest.mark.long
 def test_a_run_asks_for_generators_while_slots_are_full_and_lets_them_go(nodes: RayNodes, tmp_path: Path) -> None:
     with command(tmp_path, *on(nodes, *GROWING, "--ray.wait_s", "3")) as run:
         run.wait_until(lambda: len(told(run, "ReplicaJoined")) == 2)
