@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
 import msgspec
 import pytest
+import redis
 
 from tailrace.errors import ConsumerRefused, CorruptData, OtherSchema, PeerGone, SettingsError, TransportError
 from tailrace.records import (
@@ -454,6 +456,22 @@ async def test_a_run_that_is_started_again_is_told_apart(server: RedisServer, jo
             await receiver.pull(1)
     finally:
         await again.close()
+
+
+async def test_a_rank_is_said_to_be_heard_before_it_is_welcomed(server: RedisServer, run: FedRun, join: Join) -> None:
+    """Else it would take itself for given up where the run is killed before it counts leases again."""
+    with redis.Redis.from_url(server.url) as client, client.monitor() as monitor:
+        await join()
+        keys = itertools.takewhile(lambda key: key != "end", map(_key, iter(monitor.next_command, None)))
+        ask(server, "EXISTS", "end")
+        written = list(keys)
+    (heard,) = {key for key in written if key.endswith(":heard")}
+    assert written.index(heard) < written.index(heard.replace(":heard", ":down"))
+
+
+def _key(seen: dict[str, str]) -> str:
+    """The key of a command that Redis was seen to run, if it has one."""
+    return [*seen["command"].split(), ""][1]
 
 
 async def test_a_run_that_was_killed_is_noticed(server: RedisServer, join: Join) -> None:

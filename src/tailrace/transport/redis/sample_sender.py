@@ -193,7 +193,7 @@ class RedisSampleSender(SampleSender):
         reader = GroupReader(listening, self._keys.up(join.token), "orchestrator", "orchestrator", self._origin)
         rank = _Rank(join.name, join.token, writer, listening, reader, time.monotonic())
         self._ranks[join.name] = rank
-        self._tell(rank, sample_messages.WELCOME)
+        self._in_thread(partial(self._welcome, rank))
         if self._stop is not None:
             self._tell(rank, sample_messages.STOP, _ENCODER.encode(self._stop))
         self._report(ConsumerJoined(consumer=rank.name))
@@ -269,6 +269,11 @@ class RedisSampleSender(SampleSender):
     def _on_loop(self, call: Callable[..., None], *arguments: object) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left who would want it
             self._loop.call_soon_threadsafe(call, *arguments)
+
+    def _welcome(self, rank: _Rank) -> None:
+        # In this order: a rank of which nothing is said after its welcome takes itself for given up.
+        self._writing.execute([self._heard(rank)])
+        rank.writer.append([(sample_messages.WELCOME, b"")])
 
     def _write_samples(self, rank: _Rank) -> None:
         """All that is ready by now, in as few documents as hold it; what became ready while they were written, too."""
