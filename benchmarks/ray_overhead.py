@@ -2,11 +2,12 @@
 
     python benchmarks/ray_overhead.py [--json] [--quick] [--case ...]
 
-Runs the quickstart by turns with both placements, under Ray on a cluster of one node that this program starts on the
-loopback. From the step WARM_UP to the last but one, the tokens trained over user and system CPU of the run's processes:
-the command's and all below it, and under Ray each role with the actor that has it. What else of Ray's runs there
-(raylet, head, agents, idle workers) is `ray_daemons_cpu_s`. `start_s` is from the command to the first step's record,
-which is later than the first rollout. `case` median is that of each column over the turns.
+Runs the quickstart with both placements at once, each on a core of its own, so that both meet the same machine; the
+next turn swaps the cores. Under Ray it runs on a cluster of one node that this program starts on the loopback. From
+the step WARM_UP to the last but one, the tokens trained over user and system CPU of the run's processes: the command's
+and all below it, and under Ray each role with the actor that has it. What else of Ray's runs there (raylet, head,
+agents, idle workers) is `ray_daemons_cpu_s`. `start_s` is from the command to the first step's record, which is later
+than the first rollout. `case` median is that of each column over the turns.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.kit import parse_options, progress, report  # isort: skip - before NumPy
 
 import contextlib
+import itertools
 import json
 import os
 import statistics
@@ -26,6 +28,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 
 import psutil
@@ -65,21 +68,35 @@ class Steady:
     daemons_cpu_s: float = 0.0
 
 
-def measure(folder: Path, placement: tuple[str, ...], steps: int, cluster: psutil.Process | None) -> Steady:
-    """One run. `cluster` has all processes of Ray below it."""
+@dataclass(frozen=True)
+class RayCluster:
+    """Of one node."""
+
+    address: str
+    daemons: list[psutil.Process]
+    """Below which all other processes of Ray are."""
+
+
+def measure(folder: Path, core: int, steps: int, ray: RayCluster | None = None) -> Steady:
+    """One run, on this core, under Ray where there is a cluster."""
+    placement = () if ray is None else ("--placement", "ray", "--ray.address", ray.address)
     arguments = ["train", "quickstart", "--max_steps", str(steps), "--observability.live", "off", *placement]
     began_s = time.monotonic()
     with (folder / "train.log").open("w") as output:
         run = subprocess.Popen(
-            [str(TAILRACE), *arguments], cwd=folder, env=environment(), stdout=output, stderr=subprocess.STDOUT
+            ["taskset", "--cpu-list", str(core), str(TAILRACE), *arguments],
+            cwd=folder,
+            env=environment(),
+            stdout=output,
+            stderr=subprocess.STDOUT,
         )
         metrics = folder / "runs" / "quickstart" / "metrics.jsonl"
         wait_for(metrics, 1, run, folder)
         start_s = time.monotonic() - began_s
         wait_for(metrics, WARM_UP, run, folder)
-        first, before = len(lines(metrics)), taken_s(run, cluster)
+        first, before = len(lines(metrics)), taken_s(run, ray)
         wait_for(metrics, steps - 1, run, folder)
-        last, after = len(lines(metrics)), taken_s(run, cluster)
+        last, after = len(lines(metrics)), taken_s(run, ray)
         if run.wait():
             sys.exit((folder / "train.log").read_text()[-4000:])
     tokens = sum(line["bias/trained_tokens"] for line in lines(metrics)[first:last])
@@ -87,11 +104,10 @@ def measure(folder: Path, placement: tuple[str, ...], steps: int, cluster: psuti
     return Steady(tokens / own_s, start_s, all_ray_s)
 
 
-def taken_s(run: subprocess.Popen[bytes], cluster: psutil.Process | None) -> tuple[float, float]:
+def taken_s(run: subprocess.Popen[bytes], ray: RayCluster | None) -> tuple[float, float]:
     """CPU of the run's own processes, and of all others that are Ray's."""
-    own = family(psutil.Process(run.pid))
-    own_s, others_s = sum(map(cpu_s, own)), 0.0
-    for process in {*family(cluster)[1:]} - {*own} if cluster is not None else []:
+    own_s, others_s = sum(map(cpu_s, family(psutil.Process(run.pid)))), 0.0
+    for process in itertools.chain.from_iterable(map(family, ray.daemons if ray is not None else ())):
         with contextlib.suppress(psutil.Error):
             is_role = "RoleHost" in process.name() or "RoleHost" in " ".join(process.cmdline())
             is_role = is_role or "tailrace.lifecycle.child" in process.cmdline()
@@ -124,29 +140,37 @@ def wait_for(metrics: Path, count: int, run: subprocess.Popen[bytes], folder: Pa
 
 
 @contextlib.contextmanager
-def cluster() -> Iterator[tuple[str, psutil.Process]]:
-    """Of one node, below this process; its address."""
+def cluster(core: int) -> Iterator[RayCluster]:
+    """One on this core."""
     quiet = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
     os.environ.update({**environment(), **quiet})
     from ray.cluster_utils import Cluster
 
     head = {"num_cpus": CPUS, "node_ip_address": LOOPBACK, "object_store_memory": OBJECT_STORE_BYTES}
-    started = Cluster(initialize_head=True, head_node_args={**head, "include_dashboard": False})
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {core})  # which Ray's processes inherit
     try:
-        yield started.address, psutil.Process()
+        started = Cluster(initialize_head=True, head_node_args={**head, "include_dashboard": False})
+    finally:
+        os.sched_setaffinity(0, cores)
+    try:
+        yield RayCluster(started.address, psutil.Process().children())
     finally:
         started.shutdown()
 
 
-def turn(number: int, address: str, root: psutil.Process, steps: int, *, quick: bool) -> Row:
-    found = {}
-    under_ray = ("--placement", "ray", "--ray.address", address)
-    for name, placement in sorted({"local": (), "ray": under_ray}.items(), reverse=bool(number % 2)):
-        with tempfile.TemporaryDirectory(prefix="tailrace-ray-") as folder:
-            found[name] = measure(Path(folder), placement, steps, root if name == "ray" else None)
-        progress(f"turn {number}, {name}: {found[name].tokens_per_cpu_s:.0f} tokens per CPU-second")
-    local, ray = found["local"], found["ray"]
-    return row(f"turn-{number}", local.tokens_per_cpu_s, ray, quick=quick)
+def turn(number: int, steps: int, *, quick: bool) -> Row:
+    cores = sorted(os.sched_getaffinity(0))[:2]
+    own, rays = reversed(cores) if number % 2 else cores
+    with contextlib.ExitStack() as stack:
+        folders = [Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tailrace-ray-"))) for _ in range(2)]
+        ray = stack.enter_context(cluster(rays))
+        sides = stack.enter_context(ThreadPoolExecutor())
+        local = sides.submit(measure, folders[0], own, steps)
+        under_ray = sides.submit(measure, folders[1], rays, steps, ray)
+        found = row(f"turn-{number}", local.result().tokens_per_cpu_s, under_ray.result(), quick=quick)
+    progress(f"turn {number}: {found}")
+    return found
 
 
 def row(case: str, local_tokens_per_cpu_s: float, ray: Steady, *, quick: bool) -> Row:
@@ -174,8 +198,7 @@ def main() -> None:
     turns = 1 if options.quick else TURNS
     chosen = [int(name.removeprefix("turn-")) for name in options.choose([f"turn-{one}" for one in range(turns)])]
     steps = QUICK_STEPS if options.quick else STEPS
-    with cluster() as (address, root):
-        rows = [turn(number, address, root, steps, quick=options.quick) for number in chosen]
+    rows = [turn(number, steps, quick=options.quick) for number in chosen]
     report("Ray beside local", [*rows, median(rows, quick=options.quick)], options)
 
 
