@@ -65,6 +65,11 @@ def role(run: Command, name: str) -> psutil.Process:
     raise AssertionError(f"no {name} runs")
 
 
+def has_logged(run: Command, what: str) -> bool:
+    log = run.folder / "logs/orchestrator.log"
+    return log.exists() and what in log.read_text()
+
+
 def require_all_gone(processes: list[psutil.Process]) -> None:
     _, left = psutil.wait_procs(processes, timeout=ENDS_S)
     assert not left
@@ -252,7 +257,7 @@ def test_generators_join_on_nodes_that_are_added_and_leave_ten_times_with_nothin
     with ray_cluster(1, 1) as nodes:
         growing = ("--ray.address", nodes.address, *GROWING, "--ray.wait_s", "30")
         with command(tmp_path, *LIGHT, *growing) as run:
-            run.wait_until(lambda: "asks for 2 generators" in (run.folder / "logs/orchestrator.log").read_text())
+            run.wait_until(lambda: has_logged(run, "asks for 2 generators"))
             nodes.add(1)
             for number in range(TIMES):
                 run.wait_until(lambda number=number: len(told(run, "ReplicaJoined")) == number + 2)
@@ -335,11 +340,16 @@ def test_a_cluster_of_other_versions_is_refused_with_both(nodes: RayNodes, tmp_p
     assert f"and this process Ray {package_version('ray')} and Python {platform.python_version()}" in told
 
 
+def other_version(folder: Path) -> Path:
+    """What is imported before the tests' own Tailrace by whoever has it."""
+    (other := folder / "other" / "tailrace-9.9.dist-info").mkdir(parents=True)
+    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: tailrace\nVersion: 9.9\n")
+    return other.parent
+
+
 @pytest.mark.long
 def test_a_node_with_another_version_is_named(tmp_path: Path) -> None:
-    (other := tmp_path / "other" / "tailrace-9.9.dist-info").mkdir(parents=True)
-    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: tailrace\nVersion: 9.9\n")
-    with ray_cluster(2, first_import=other.parent) as nodes, command(tmp_path, *on(nodes)) as run:
+    with ray_cluster(2, first_import=other_version(tmp_path)) as nodes, command(tmp_path, *on(nodes)) as run:
         status, printed = run.wait()
     assert status == 2, printed
     assert "the cluster's node 127.0.0.1 has Tailrace 9.9, and this process" in printed
@@ -355,6 +365,32 @@ def test_an_address_where_something_else_listens_is_refused_in_time(tmp_path: Pa
     assert status == 2, printed
     assert f"ray.address = '{address}'" in printed
     assert time.monotonic() - began_s < 2 * ENDS_S  # with the start of a process on a busy machine
+
+
+@pytest.mark.long
+def test_a_node_with_another_version_that_is_added_for_a_run_is_named(tmp_path: Path) -> None:
+    with ray_cluster(1) as nodes:
+        patient = ("--ray.address", nodes.address, "--ray.wait_s", "60")
+        with command(tmp_path, *LIGHT, *patient) as run:
+            run.wait_until(lambda: has_logged(run, "waits for the cluster to have room"))
+            nodes.add(1, first_import=other_version(tmp_path))
+            status, printed = run.wait()
+    assert status == 2, printed
+    assert "the cluster's node 127.0.0.2 has Tailrace 9.9, and this process" in printed
+
+
+async def test_a_node_that_leaves_while_it_is_asked_for_its_version_is_none_of_the_cluster(
+    nodes: RayNodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes.add(1)
+    cluster = await RayCluster.reach(RaySettings(address=nodes.address), "run", "epoch")
+    try:
+        listed = [cluster.nodes()]
+        nodes.lose(nodes.nodes[-1])
+        monkeypatch.setattr(cluster, "nodes", lambda: listed.pop() if listed else RayCluster.nodes(cluster))
+        await cluster.require_nodes(tmp_path)
+    finally:
+        cluster.close()
 
 
 async def test_an_address_where_no_cluster_is_is_refused() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,9 +47,10 @@ class RayNodes:
         ancestors = {one.pid for one in process.parents()}
         return next(node for node in self.nodes if raylet_of(node).pid in ancestors)
 
-    def add(self, cpus: int) -> None:
+    def add(self, cpus: int, first_import: Path | None = None) -> None:
         address = f"127.0.0.{len(self.cluster.list_all_nodes()) + 1}"
-        self.nodes.append(self.cluster.add_node(num_cpus=cpus, node_ip_address=address, **_NODE))
+        node = {"num_cpus": cpus, "node_ip_address": address, "env_vars": imports_from(first_import), **_NODE}
+        self.nodes.append(self.cluster.add_node(**node))
 
     def lose(self, node: Any, *, whole: bool = True) -> None:
         """As a machine that loses its power: nothing of it says a word. Or the raylet alone is killed."""
@@ -89,20 +90,25 @@ def raylet_of(node: Any) -> Any:
 @contextmanager
 def ray_cluster(*cpus: int, first_import: Path | None = None) -> Iterator[RayNodes]:
     """One node for each of these numbers of CPUs. What they start imports from `first_import` first."""
+    with ray_head(cpus[0], imports_from(first_import), no_monitor=True) as cluster:
+        found = RayNodes(cluster, [cluster.head_node])
+        for count in cpus[1:]:
+            found.add(count, first_import)
+        yield found
+
+
+@contextmanager
+def ray_head(cpus: int, variables: Mapping[str, str], **arguments: object) -> Iterator[Any]:
+    """A cluster that has a head so far; these variables are of the test meanwhile, and of all that it starts."""
     before = dict(os.environ)
-    os.environ.update({**IMPORTS, **_ON_LOOPBACK, "RAY_USAGE_STATS_ENABLED": "0"})
-    if first_import is not None:
-        os.environ["PYTHONPATH"] = os.pathsep.join([str(first_import), IMPORTS["PYTHONPATH"]])
+    os.environ.update({**_ON_LOOPBACK, "RAY_USAGE_STATS_ENABLED": "0", **variables})
     from ray.cluster_utils import Cluster
 
     try:
-        head = {"num_cpus": cpus[0], "node_ip_address": "127.0.0.1", "_system_config": _QUICK, **_NODE}
+        head = {"num_cpus": cpus, "node_ip_address": "127.0.0.1", "_system_config": _QUICK, **_NODE, **arguments}
         cluster = Cluster(initialize_head=True, head_node_args=head)
-        found = RayNodes(cluster, [cluster.head_node])
         try:
-            for count in cpus[1:]:
-                found.add(count)
-            yield found
+            yield cluster
         finally:
             session = cluster.head_node.get_session_dir_path()
             cluster.shutdown()
@@ -110,3 +116,8 @@ def ray_cluster(*cpus: int, first_import: Path | None = None) -> Iterator[RayNod
     finally:
         os.environ.clear()
         os.environ.update(before)
+
+
+def imports_from(first: Path | None) -> dict[str, str]:
+    """Variables of what imports this very tree, and from `first` before that."""
+    return {"PYTHONPATH": os.pathsep.join([*([str(first)] if first else []), IMPORTS["PYTHONPATH"]])}

@@ -60,6 +60,8 @@ class RayCluster:
         """Of this machine, by which the cluster knows it."""
         self._name = name
         self._groups: dict[str, tuple[RoleGroup, PlacementGroup]] = {}
+        self._sound: set[str] = set()
+        """Nodes that have what a run needs, by id."""
 
     # --- reached and checked -----------------------------------------------------------------------------------------
 
@@ -107,20 +109,28 @@ class RayCluster:
         ]
 
     async def require_nodes(self, folder: Path) -> None:
-        """Raise `SettingsError` where a node has another Tailrace than this process, or does not see this folder."""
-        nodes = await _apart(self.nodes)
+        """Raise `SettingsError` where a node has another Tailrace than this process, or does not see this folder.
+
+        Each node is asked once. One that leaves meanwhile, as an autoscaler may take it away, is none of the cluster's.
+        """
+        from ray.exceptions import RayError
+
+        nodes = [node for node in await _apart(self.nodes) if node.id not in self._sound]
         with tempfile.NamedTemporaryFile(dir=folder, prefix="seen-by-nodes-") as marker:
             probes = {node: _probe(node, marker.name) for node in nodes}
             for node, probe in probes.items():
                 try:
                     async with asyncio.timeout(_CONNECT_S):
                         version, sees_folder = await probe
-                except TimeoutError:
+                except (TimeoutError, RayError):
+                    if node not in await _apart(self.nodes):
+                        continue
                     raise SettingsError(
-                        f"the cluster's node {node.address} started no worker within {_CONNECT_S:g} s: see `ray status`"
-                        " and its logs"
+                        f"the cluster's node {node.address} ran no task within {_CONNECT_S:g} s: see `ray status` and "
+                        "its logs"
                     ) from None
                 _require_node(node, version, sees_folder=sees_folder, folder=folder)
+                self._sound.add(node.id)
 
     # --- resources ---------------------------------------------------------------------------------------------------
 

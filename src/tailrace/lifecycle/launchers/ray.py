@@ -143,6 +143,7 @@ class RayLauncher(Launcher):
         self._reached = cluster = await RayCluster.reach(plan.settings, plan.run, self.epoch)
         await cluster.require_nodes(plan.folder)
         await cluster.reserve(plan.groups)
+        await cluster.require_nodes(plan.folder)  # those that an autoscaler has added
 
     @override
     async def place(self, name: str) -> None:
