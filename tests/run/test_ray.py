@@ -19,6 +19,7 @@ import pytest
 
 from tailrace.config.ray import RaySettings
 from tailrace.errors import SettingsError
+from tailrace.lifecycle.cluster import ClusterNode
 from tailrace.lifecycle.ray_cluster import RayCluster
 from tailrace.records import RunStatus
 from tailrace.reporting.summary import read_summary
@@ -382,11 +383,9 @@ def test_a_node_with_another_version_that_is_added_for_a_run_is_named(tmp_path: 
 async def test_a_node_that_leaves_while_it_is_asked_for_its_version_is_none_of_the_cluster(
     nodes: RayNodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    nodes.add(1)
     cluster = await RayCluster.reach(RaySettings(address=nodes.address), "run", "epoch")
     try:
-        listed = [cluster.nodes()]
-        nodes.lose(nodes.nodes[-1])
+        listed = [[*cluster.nodes(), ClusterNode("e" * 56, "127.0.0.9", 1)]]  # with one that has left since
         monkeypatch.setattr(cluster, "nodes", lambda: listed.pop() if listed else RayCluster.nodes(cluster))
         await cluster.require_nodes(tmp_path)
     finally:
