@@ -298,6 +298,34 @@ def test_the_quickstart_trains_on_three_nodes(tmp_path: Path, wider: tuple[str, 
 
 
 @pytest.mark.long
+def test_a_replica_of_vllm_over_two_nodes_takes_over_weights_and_is_started_again_as_one(tmp_path: Path) -> None:
+    from tests.generation.engine_kinds import require_vllm_installed  # which imports torch
+
+    require_vllm_installed()
+    halves = ("--generator.engine", "vllm", "--generator.tensor_parallel", "2", "--generator.vllm.block_size", "32")
+    with ray_cluster(1, 1, 1) as nodes:
+        real = ("--placement", "ray", "--ray.address", nodes.address, "--max_steps", "100000", *QUIET)
+        with command(tmp_path, *real, *halves) as run:
+            lost: list[psutil.Process] = []
+            for steps, name in zip((2, 4, 6), ("generator-node-1", "generator", ""), strict=True):
+                run.wait_for_steps(steps)
+                lives = [role(run, one) for one in ("generator", "generator-node-1")]
+                assert nodes.node_of(lives[0]) is not nodes.node_of(lives[1])
+                require_all_gone(lost)
+                lost = [process for life in lives for process in (life, *life.children(recursive=True))]
+                if name:
+                    role(run, name).kill()
+            run.process.terminate()
+            status, printed = run.wait()
+            assert (status, run.leftovers()) == (143, []), printed
+            require_all_gone(lost)
+    assert read_summary(run.folder).ledger.balances
+    for line in records(run.folder / "metrics.jsonl"):  # by which both halves have the trainer's weights
+        assert line.get("training/logprob_difference_fresh", 0.0) < 0.05
+    assert not list(run.folder.glob("tailrace-run-*"))
+
+
+@pytest.mark.long
 def test_a_generator_joins_a_run_on_a_cluster_that_is_full_and_leaves_it(tmp_path: Path) -> None:
     elastic = ("--generator.replicas", "{min = 1, max = 4}", "--generator.router.report_every_s", "0.1")
     with ray_cluster(1, 1) as nodes:

@@ -25,6 +25,8 @@ class Bundle:
     gpus: int = 0
     is_whole_since: str = ""
     """Why it is not spread over several nodes, for people, where it might be thought of."""
+    share_of: str = ""
+    """The role that this is a further node's share of; it starts and ends with that one."""
 
     def __str__(self) -> str:
         """For people.
@@ -42,6 +44,12 @@ class RoleGroup:
     name: str
     bundles: tuple[Bundle, ...]
     strategy: Strategy = "STRICT_PACK"
+    divisions: tuple[tuple[Bundle, ...], ...] = ()
+    """The same over several nodes, for where no node has it whole; the fewest first."""
+
+    def bundles_of(self, role: str) -> list[Bundle]:
+        """Its own, and those of its shares, in order."""
+        return [bundle for bundle in self.bundles if role in (bundle.role, bundle.share_of)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +69,10 @@ class ClusterPlan:
         """The one that this role is in."""
         groups = (*self.groups, *self.spare)
         return next(group for group in groups if role in {bundle.role for bundle in group.bundles})
+
+    def on(self, nodes: Sequence[ClusterNode]) -> ClusterPlan:
+        """With its groups as such nodes can have them."""
+        return replace(self, groups=fitted(self.groups, nodes), spare=fitted(self.spare, nodes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +103,26 @@ class Placing:
     """What fits nowhere beside the others."""
     left: list[ClusterNode] = field(default_factory=list)
     """What each node has beside them."""
+
+
+def fitted(groups: Iterable[RoleGroup], nodes: Sequence[ClusterNode]) -> tuple[RoleGroup, ...]:
+    """The groups, those divided that no node has whole, where nodes have them divided.
+
+    >>> halves = (Bundle("generator", 2), Bundle("generator-node-1", 2, share_of="generator"))
+    >>> whole = RoleGroup("generator", (Bundle("generator", 4),), divisions=(halves,))
+    >>> for cpus in (4, 3, 1):
+    ...     [group] = fitted([whole], [ClusterNode("a", "10.0.0.1", 2), ClusterNode("b", "10.0.0.2", cpus)])
+    ...     print(group.strategy, *group.bundles)
+    STRICT_PACK the generator (4 CPUs)
+    PACK the generator (2 CPUs) the generator-node-1 (2 CPUs)
+    STRICT_PACK the generator (4 CPUs)
+    """
+    return tuple(_fitted(group, nodes) for group in groups)
+
+
+def _fitted(group: RoleGroup, nodes: Sequence[ClusterNode]) -> RoleGroup:
+    choices = (replace(group, bundles=bundles, strategy="PACK") for bundles in group.divisions)
+    return next((one for one in (group, *choices) if not place([one], nodes).unplaced), group)
 
 
 def place(groups: Iterable[RoleGroup], nodes: Sequence[ClusterNode]) -> Placing:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from tailrace.config.ray import RaySettings
 from tailrace.errors import SettingsError
-from tailrace.lifecycle.cluster import ClusterNode, RoleGroup, describe_placing, place
+from tailrace.lifecycle.cluster import ClusterNode, ClusterPlan, RoleGroup, describe_placing, place
 from tailrace.lifecycle.ray_host import RoleHost
 
 if TYPE_CHECKING:
@@ -133,6 +133,10 @@ class RayCluster:
                 self._sound.add(node.id)
 
     # --- resources ---------------------------------------------------------------------------------------------------
+
+    async def fitted(self, plan: ClusterPlan) -> ClusterPlan:
+        """With its groups as the nodes that are there can have them."""
+        return plan.on(await _apart(self.nodes))
 
     async def reserve(self, groups: Sequence[RoleGroup]) -> None:
         """What all groups need, at once. Raises `SettingsError` where the cluster does not have it, or not in time."""

@@ -12,6 +12,19 @@ from tailrace.errors import SettingsError
 
 
 @dataclass(frozen=True, slots=True)
+class NodeShare:
+    """Of a role that is on several nodes, with a process on each: which of them this one is, and where they meet."""
+
+    role: str
+    """Its name, which is that of the first process, too."""
+    number: int
+    count: int
+    host: str
+    """The first one's."""
+    port: int
+
+
+@dataclass(frozen=True, slots=True)
 class RoleSpec:
     """What to start. It is the same in every life of the role."""
 
@@ -27,6 +40,13 @@ class RoleSpec:
     """Ids of the GPUs that it sees; None: those that its parent sees."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables to set beside those it inherits."""
+    share: NodeShare | None = None
+    """What this process is of a role that is on several nodes."""
+
+    @property
+    def role(self) -> str:
+        """The name of the role that this process is, or is a share of."""
+        return self.name if self.share is None else self.share.role
 
 
 @dataclass(frozen=True, slots=True)

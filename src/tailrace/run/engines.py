@@ -10,6 +10,7 @@ import msgspec
 from tailrace.config.serving import ServeSettings
 from tailrace.errors import SettingsError
 from tailrace.generation.engines.protocol import Engine
+from tailrace.generation.engines.vllm.nodes import Nodes
 from tailrace.generation.engines.vllm.options import require_vllm
 from tailrace.generation.settings import GeneratorSettings, ModelSettings
 from tailrace.lifecycle.roles import Role
@@ -43,25 +44,26 @@ def with_weight_transfer(generator: GeneratorSettings, transport: TransportSetti
 
 
 def engine_factory(
-    model: ModelSettings, generator: GeneratorSettings, torchrun: Rank | None = None
+    model: ModelSettings, generator: GeneratorSettings, torchrun: Rank | None = None, nodes: Nodes | None = None
 ) -> Callable[[], Engine]:
     """Builds the engine with the initial weights, in the thread that steps it. Raises `SettingsError`.
 
-    Under `generator.lockstep` the other ranks are those of `torchrun`, or else processes that it starts.
+    Under `generator.lockstep` the other ranks are those of `torchrun`, or else processes that it starts; else vLLM has
+    its workers on all of `nodes`, of which this is the first.
     """
     require_engine(generator)
-    build = partial(build_engine, model, generator)
+    build = partial(build_engine, model, generator, nodes)
     if not generator.lockstep:
         return build
     return partial(lead, build, ServeSettings(model=model, generator=generator), torchrun)
 
 
-def build_engine(model: ModelSettings, generator: GeneratorSettings) -> Engine:
+def build_engine(model: ModelSettings, generator: GeneratorSettings, nodes: Nodes | None = None) -> Engine:
     """One rank's engine. Call it in the thread that steps it."""
     if generator.engine == "vllm":
         from tailrace.generation.engines.vllm.engine import vllm_engine_factory
 
-        return vllm_engine_factory(model, generator)()
+        return vllm_engine_factory(model, generator, nodes)()
     from tailrace.generation.engines.torch.engine import torch_engine_factory
 
     return torch_engine_factory(model, generator)()

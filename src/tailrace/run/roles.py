@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, asynccontextmanager, closing, nul
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
+from urllib.parse import urlsplit
 
 import msgspec
 import numpy as np
@@ -18,6 +19,7 @@ from tailrace.child_processes import describe_exit
 from tailrace.config import RunSettings
 from tailrace.errors import CheckpointError, LifecycleError
 from tailrace.generation.engine_thread.generator import Generator
+from tailrace.generation.engines.vllm.nodes import Nodes
 from tailrace.generation.settings import GeneratorSettings, ModelSettings
 from tailrace.lifecycle.launchers import launcher_class
 from tailrace.lifecycle.roles import Role
@@ -257,7 +259,7 @@ async def generator(role: Role) -> None:
     """Generates until its client closes it. Ready before its engine is built: `hello` raises that build's error."""
     role_settings = msgspec.json.decode(role.spec.settings, type=RoleSettings)
     settings = role_settings.run
-    index = (*settings.generator.replica_names, *settings.generator.spare_names).index(role.spec.name)
+    index = (*settings.generator.replica_names, *settings.generator.spare_names).index(role.spec.role)
     seed = seed_of_life(settings.generator.seed, index, role.life)
     seeded = with_adapters(settings.generator.model_copy(update={"seed": seed}), settings.trainer.lora)
     seeded = with_weight_transfer(seeded, settings.transport)
@@ -295,10 +297,26 @@ async def redis(role: Role) -> None:
 
 
 async def _serve(role: Role, role_settings: RoleSettings, model: ModelSettings, chosen: GeneratorSettings) -> None:
+    nodes = _nodes(role, role_settings)
     async with _observed(role, role_settings):
-        engine = engine_factory(model, chosen)
+        if nodes is not None and nodes.number > 0:
+            from tailrace.generation.engines.vllm.core import hold_workers
+
+            role.ready()
+            await asyncio.to_thread(hold_workers, model, chosen, nodes)  # which raises in the end
+        engine = engine_factory(model, chosen, nodes=nodes)
         make_generator = lambda payloads: Generator(engine, chosen.weights, payloads=payloads)  # noqa: E731
         await role_settings.transports().serve_generator(role, make_generator)
+
+
+def _nodes(role: Role, role_settings: RoleSettings) -> Nodes | None:
+    """Those of an engine whose workers are on several."""
+    share, where = role.spec.share, role_settings.where
+    if share is None:
+        return None
+    assert where is not None, "nodes of one process"
+    own_host = urlsplit(role.address).hostname or share.host
+    return Nodes(share.number, share.count, own_host, share.host, share.port, Path(where.shared_memory))
 
 
 @asynccontextmanager

@@ -11,10 +11,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import random
 import signal
-import socket
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -26,16 +25,14 @@ from tailrace.lifecycle.event_loop import first_done
 from tailrace.lifecycle.exit_codes import ExitCode
 from tailrace.lifecycle.launchers.base import Launcher, RoleHandle
 from tailrace.lifecycle.ray_cluster import RayCluster
-from tailrace.lifecycle.ray_host import HostOrder
-from tailrace.lifecycle.roles import Role
+from tailrace.lifecycle.ray_host import HostOrder, free_port
+from tailrace.lifecycle.roles import NodeShare, Role
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
 _logger = logging.getLogger(__name__)
 
-_PORTS = range(20_000, 32_000)
-"""Below those that the system gives to whoever asks for any."""
 _KILL_S = 3.0
 """How long an actor may take to kill its role, before it is taken for lost."""
 _LOOK_S, _HEAD_LOST_S = 2.0, 15.0
@@ -43,82 +40,95 @@ _LOOK_S, _HEAD_LOST_S = 2.0, 15.0
 
 
 class RayHandle(RoleHandle):
-    """One role's actor, life by life."""
+    """One role's actor, or those of a role that is on several nodes, which end together; life by life."""
 
     _launcher: RayLauncher
 
     @override
     def _begin(self, role: Role) -> None:
         self._why = ""
-        self._host: ActorHandle | None = None
+        self._hosts: Sequence[ActorHandle] = ()
         self._living = self._launcher.own(self._live(role), f"host of the {self.spec.name}")
 
     @override
     def _terminate(self) -> None:
-        if self._host is None:
-            self._end(ExitCode.TERMINATED, "it was not placed yet")
+        if not self._hosts:
+            self._end(self.life, ExitCode.TERMINATED, "it was not placed yet")
         else:
-            self._ask(self._host.stop)
+            self._ask(self._hosts[0].stop)
 
     @override
     def _kill(self) -> None:
-        if self._host is None:
-            self._end(-signal.SIGKILL, "it was not placed yet")
+        if not self._hosts:
+            self._end(self.life, -signal.SIGKILL, "it was not placed yet")
         else:
-            self._launcher.own(self._kill_host(self._host), f"end of the {self.spec.name}")
+            self._launcher.own(self._kill_hosts(self.life, self._hosts), f"end of the {self.spec.name}")
 
     @override
     def write_stacks(self) -> None:
-        if self.is_running and self._host is not None:
-            self._ask(self._host.write_stacks)
+        for host in self._hosts if self.is_running else ():
+            self._ask(host.write_stacks)
 
     @override
     def early_exit(self) -> LifecycleError:
         return LifecycleError(self._why) if self._why else super().early_exit()
 
     async def _live(self, role: Role) -> None:
-        """Waits for a node, then for the role to be ready, and to leave."""
+        """From its start to its end, on all its nodes."""
+        hosts: list[ActorHandle] = []
+        try:
+            status, why = await self._first_end(role, hosts)
+            if len(hosts) > 1:
+                await _killed(hosts)
+        finally:
+            for host in hosts:
+                self._launcher.end_actor(host)
+        self._end(role.life, status, why)
+
+    async def _first_end(self, role: Role, hosts: list[ActorHandle]) -> tuple[int, str]:
+        """Waits for its nodes, whose actors become `hosts`, for it to be ready, and for a process of it to leave."""
         from ray.exceptions import RayError
 
-        host: ActorHandle | None = None
         try:
-            host = self._host = await self._launcher.start_host(role)
-            await host.start.remote(self._launcher.order(role))
-            if (address := await host.ready.remote()) is not None:
-                self._was_ready(address)
-            status, why = await host.left.remote()
+            hosts += await self._launcher.start_hosts(role)
+            self._hosts = hosts
+            orders = await self._launcher.orders(role, hosts)
+            return await first_done(*map(self._live_on, hosts, orders))
         except (SettingsError, LifecycleError) as error:
-            status, why = int(ExitCode.FAILED), f"the {self.spec.name} cannot be started: {error}"
+            return int(ExitCode.FAILED), f"the {self.spec.name} cannot be started: {error}"
         except RayError as error:
             first_line = (str(error).splitlines() or [type(error).__name__])[0]
-            status, why = -signal.SIGKILL, f"the {self.spec.name} is lost, with its actor or its node: {first_line}"
+            return -signal.SIGKILL, f"the {self.spec.name} is lost, with its actor or its node: {first_line}"
         except Exception as error:  # noqa: BLE001 - of any kind: without a word nobody would miss the role
-            status, why = int(ExitCode.FAILED), f"the {self.spec.name} cannot be watched: {error!r}"
-        finally:
-            if host is not None:
-                self._launcher.end_actor(host)
-        self._end(status, why)
+            return int(ExitCode.FAILED), f"the {self.spec.name} cannot be watched: {error!r}"
 
-    async def _kill_host(self, host: ActorHandle) -> None:
-        """End the role at once, or what is left of its actor, where that does not answer."""
-        from ray.exceptions import RayError
+    async def _live_on(self, host: ActorHandle, order: HostOrder) -> tuple[int, str]:
+        """One of its processes, until that has left."""
+        await host.start.remote(order)
+        if (address := await host.ready.remote()) is not None and order.spec.name == self.spec.name:
+            self._was_ready(address)
+        left: tuple[int, str] = await host.left.remote()
+        return left
 
-        with contextlib.suppress(TimeoutError, RayError):
+    async def _kill_hosts(self, life: int, hosts: Sequence[ActorHandle]) -> None:
+        """End this life at once, or what is left of its actors, where one does not answer."""
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_KILL_S):
-                await host.kill.remote()
+                await _killed(hosts)
                 await asyncio.wait({self._left})
-        self._launcher.end_actor(host)
-        self._end(-signal.SIGKILL, f"the {self.spec.name} was killed with its actor, which did not answer")
+        for host in hosts:
+            self._launcher.end_actor(host)
+        self._end(life, -signal.SIGKILL, f"the {self.spec.name} was killed with its actor, which did not answer")
 
     def _ask(self, method: Any) -> None:
         """Its answer, or that there is none, means nothing: `left` says all."""
         self._launcher.own(_ignored(method), f"word to the {self.spec.name}")
 
-    def _end(self, status: int, why: str) -> None:
-        if self.is_running:
+    def _end(self, life: int, status: int, why: str) -> None:
+        if self.is_running and self.life == life:
             self._why = why
             self._has_left(status)
-            if self._host is None:
+            if not self._hosts:
                 self._living.cancel()
 
 
@@ -142,7 +152,8 @@ class RayLauncher(Launcher):
         assert plan is not None, "no plan of the cluster"
         self._reached = cluster = await RayCluster.reach(plan.settings, plan.run, self.epoch)
         await cluster.require_nodes(plan.folder)
-        await cluster.reserve(plan.groups)
+        self.cluster = await cluster.fitted(plan)
+        await cluster.reserve(self.cluster.groups)
         await cluster.require_nodes(plan.folder)  # those that an autoscaler has added
 
     @override
@@ -167,7 +178,7 @@ class RayLauncher(Launcher):
         assert self.cluster is not None
         host = self._found.own_address
         ranks = max(len(group.bundles) for group in self.cluster.groups if group.strategy != "SPREAD")
-        return f"tcp://{host}:{_free_port(host, ranks)}"
+        return f"tcp://{host}:{free_port(host, ranks)}"
 
     @override
     async def watch(self) -> NoReturn:
@@ -188,17 +199,27 @@ class RayLauncher(Launcher):
         if reached is not None:
             reached.close()
 
-    async def start_host(self, role: Role) -> ActorHandle:
-        """Waits for the role's group to have its nodes. Raises `SettingsError`."""
+    async def start_hosts(self, role: Role) -> list[ActorHandle]:
+        """One on each of its nodes, once its group has those. Raises `SettingsError`."""
         assert self.cluster is not None
-        name = role.spec.name
-        group = self.cluster.group_of(name).name
-        await self._found.wait_for(group)
-        return await self._found.start_host(group, name, role.life)
+        group = self.cluster.group_of(role.spec.name)
+        await self._found.wait_for(group.name)
+        return [
+            await self._found.start_host(group.name, bundle.role, role.life)
+            for bundle in group.bundles_of(role.spec.name)
+        ]
 
-    def order(self, role: Role) -> HostOrder:
-        """What the actor of this life is told."""
-        return HostOrder(role.spec, role.life, self.epoch, self.logs, Path.cwd(), self.settings, self.restarts)
+    async def orders(self, role: Role, hosts: Sequence[ActorHandle]) -> list[HostOrder]:
+        """What each actor of this life is told."""
+        assert self.cluster is not None
+        specs = [role.spec]
+        if len(hosts) > 1:
+            place = await hosts[0].meeting_place.remote()
+            names = [bundle.role for bundle in self.cluster.group_of(role.spec.name).bundles_of(role.spec.name)]
+            shares = [NodeShare(role.spec.name, number, len(hosts), *place) for number in range(len(hosts))]
+            specs = [replace(role.spec, name=name, share=share) for name, share in zip(names, shares, strict=True)]
+        told = role.life, self.epoch, self.logs, Path.cwd(), self.settings, self.restarts
+        return [HostOrder(spec, *told) for spec in specs]
 
     def own(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         """A task that ends before this launcher is closed."""
@@ -232,21 +253,18 @@ class RayLauncher(Launcher):
             await asyncio.sleep(_LOOK_S)
 
 
+async def _killed(hosts: Sequence[ActorHandle]) -> None:
+    """Nothing is left of what these started, as far as they can say so."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_KILL_S):
+            await asyncio.gather(*(host.kill.remote() for host in hosts), return_exceptions=True)
+
+
 async def _ignored(method: Any) -> None:
     from ray.exceptions import RayError
 
     with contextlib.suppress(RayError):
         await method.remote()
-
-
-def _free_port(host: str, count: int) -> int:
-    """The first of so many in a row that nobody listens at."""
-    for port in random.sample(range(_PORTS.start, _PORTS.stop - count), 100):
-        with contextlib.ExitStack() as tried, contextlib.suppress(OSError):
-            for one in range(port, port + count):
-                tried.enter_context(socket.socket()).bind((host, one))
-            return port
-    raise SettingsError(f"no {count} ports in a row are free at {host} ({_PORTS.start} to {_PORTS.stop - 1})")
 
 
 LAUNCHER = RayLauncher

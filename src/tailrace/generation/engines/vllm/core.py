@@ -8,14 +8,15 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 import psutil
 import torch
 from pydantic import ValidationError
 
-from tailrace.errors import ModelError, SettingsError
+from tailrace.errors import EngineFailed, ModelError, SettingsError
 from tailrace.generation.engines.vllm.adapters import adapter_options
+from tailrace.generation.engines.vllm.nodes import Nodes
 from tailrace.generation.engines.vllm.options import require_vllm
 from tailrace.generation.settings import GeneratorSettings, ModelSettings
 from tailrace.models.loading import ModelSource, resolve_model
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 Options: TypeAlias = dict[str, Any]
 """Options of vLLM's engine by name."""
+
+WORKER_DIED = "a worker process of vLLM died or was ended; the log has its last words"
 
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core in this process, so that the loop owns each step
@@ -43,15 +46,48 @@ _CACHE_SHARE_OF_MEMORY = 0.25
 
 
 def build_core(
-    model: ModelSettings, generator: GeneratorSettings, *, asynchronous_scheduling: bool | None = None
+    model: ModelSettings,
+    generator: GeneratorSettings,
+    *,
+    nodes: Nodes | None = None,
+    asynchronous_scheduling: bool | None = None,
 ) -> InprocClient:
     """The engine core, its model loaded. Call it in the thread that will step it.
 
-    Asynchronous scheduling keeps one step in flight; vLLM itself decides where it pays, unless told otherwise.
+    Waits for the other nodes of `nodes`, of which this is the first. Asynchronous scheduling keeps one step in flight;
+    vLLM itself decides where it pays, unless told otherwise.
 
     Raises `SettingsError` for a missing vLLM and for an option or value that it does not take, and `ModelError` for a
     model that it cannot load.
     """
+    source = _prepare_process(model, generator, nodes)
+    with _contained():
+        config = make_config(source, model, generator, nodes)
+        if asynchronous_scheduling is not None:
+            config.scheduler_config.async_scheduling = asynchronous_scheduling
+        return start_core(config, source)
+
+
+def hold_workers(model: ModelSettings, generator: GeneratorSettings, nodes: Nodes) -> NoReturn:
+    """What a node but the first does: start its workers, which the first one's engine drives, and wait for their end.
+
+    Raises `SettingsError` and `ModelError` as `build_core` does, and `EngineFailed` once a worker has ended.
+    """
+    source = _prepare_process(model, generator, nodes)
+    with _contained():
+        config = make_config(source, model, generator, nodes)
+        from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+        try:
+            executor = MultiprocExecutor(config, monitor_workers=False)
+        except Exception as error:  # vLLM raises no other for a worker that could not start
+            raise _cannot_load(source, error) from error
+        executor.start_worker_monitor(inline=True)
+    raise EngineFailed(WORKER_DIED)
+
+
+def _prepare_process(model: ModelSettings, generator: GeneratorSettings, nodes: Nodes | None) -> ModelSource:
+    """Say what vLLM reads from the environment, and find the model. Raises `SettingsError` and `ModelError`."""
     require_vllm(generator)
     source = resolve_model(model.name)
     if source.gguf_file is not None:
@@ -62,18 +98,18 @@ def build_core(
     os.environ.update(_ENVIRONMENT)
     for name, value in _DEFAULT_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    if _is_on_one_host(generator):
+    if nodes is not None:
+        os.environ["VLLM_HOST_IP"] = nodes.own_host
+    elif _is_on_one_host(generator):
         os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")
     os.environ.setdefault("OMP_NUM_THREADS", str(generator.threads))  # of worker processes
     torch.set_num_threads(generator.threads)
-    with _contained():
-        config = make_config(source, model, generator)
-        if asynchronous_scheduling is not None:
-            config.scheduler_config.async_scheduling = asynchronous_scheduling
-        return start_core(config, source)
+    return source
 
 
-def make_config(source: ModelSource, model: ModelSettings, generator: GeneratorSettings) -> VllmConfig:
+def make_config(
+    source: ModelSource, model: ModelSettings, generator: GeneratorSettings, nodes: Nodes | None = None
+) -> VllmConfig:
     """vLLM's whole configuration. Raises `SettingsError` and `ModelError`."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.platforms import current_platform
@@ -92,7 +128,7 @@ def make_config(source: ModelSource, model: ModelSettings, generator: GeneratorS
             "generator.vllm.return_sampling_mask: vLLM returns what top-p and top-k left on GPUs only; leave it off, "
             "or choose generator.engine = 'torch'"
         )
-    options = _options(source, model, generator)
+    options = _options(source, model, generator) | (nodes.options if nodes is not None else {})
     on_cpu = current_platform.is_cpu()
     if on_cpu:
         options.setdefault("enforce_eager", True)  # compiling takes a minute and needs a compiler

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -19,8 +20,9 @@ from tailrace.generation.engines.protocol import (
     FailureListener,
     SampledTokens,
 )
-from tailrace.generation.engines.vllm.core import build_core
+from tailrace.generation.engines.vllm.core import WORKER_DIED, build_core
 from tailrace.generation.engines.vllm.guiding import Guide
+from tailrace.generation.engines.vllm.nodes import Nodes
 from tailrace.generation.engines.vllm.progress import Progress
 from tailrace.generation.engines.vllm.requests import PrefixSalts, core_request
 from tailrace.generation.engines.vllm.routed_experts import HandedOut, ReturnedExperts
@@ -43,16 +45,19 @@ _REASONS = {
 """Ours by the name of vLLM's."""
 
 
-def vllm_engine_factory(model: ModelSettings, generator: GeneratorSettings) -> Callable[[], VllmEngine]:
+def vllm_engine_factory(
+    model: ModelSettings, generator: GeneratorSettings, nodes: Nodes | None = None
+) -> Callable[[], VllmEngine]:
     """What the engine's thread calls to build its engine. May raise `SettingsError` and `ModelError`."""
 
     def build() -> VllmEngine:
         return VllmEngine(
-            build_core(model, generator),
+            build_core(model, generator, nodes=nodes),
             chunk_tokens=generator.chunk_tokens,
             kv_cache=generator.kv_cache,
             share_prefix_across_versions=generator.share_prefix_across_versions,
             return_routed_experts=generator.return_routed_experts,
+            shared_folder=nodes.folder if nodes is not None else None,
         )
 
     return build
@@ -74,7 +79,9 @@ class VllmEngine(Engine):
         kv_cache: KvCache = "keep",
         share_prefix_across_versions: bool = False,
         return_routed_experts: bool = False,
+        shared_folder: Path | None = None,
     ) -> None:
+        """`shared_folder` is one that all workers see, where they are not on one machine."""
         config = core.engine_core.vllm_config
         self._client = core
         self._core = core.engine_core
@@ -88,7 +95,9 @@ class VllmEngine(Engine):
         self._guide = Guide(core.engine_core)
         parallel = config.parallel_config
         in_process = parallel.world_size == 1 or parallel.distributed_executor_backend == "external_launcher"
-        self._weights = WeightInstaller(core, config.model_config.hf_config, in_process=in_process)
+        self._weights = WeightInstaller(
+            core, config.model_config.hf_config, in_process=in_process, folder=shared_folder
+        )
         self._kv_capacity_tokens = config.cache_config.num_gpu_blocks * config.cache_config.block_size
         self._chunk_tokens = chunk_tokens
         self._version = version
@@ -117,7 +126,7 @@ class VllmEngine(Engine):
     def watch(self, on_failure: FailureListener) -> None:
 
         def died() -> None:
-            on_failure(EngineFailed("a worker process of vLLM died or was ended; the log has its last words"))
+            on_failure(EngineFailed(WORKER_DIED))
 
         self._core.model_executor.register_failure_callback(died)
 

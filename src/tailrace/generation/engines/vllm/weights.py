@@ -32,11 +32,11 @@ _WRONG_KIND = (
 class SavedModelStateDict(dict[str, torch.Tensor]):
     """A model state dict in a file, which is removed with the last reference to this."""
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, tensors: Mapping[str, torch.Tensor], where: Path | None) -> None:
         from safetensors.torch import save_file
 
         super().__init__()
-        self.folder = _shared_folder()
+        self.folder = _own_folder(where)
         contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
         save_file(contiguous, Path(self.folder.name) / "model.safetensors", metadata={"format": "pt"})
 
@@ -48,17 +48,21 @@ class StagedModelStateDict(dict[str, torch.Tensor]):
 class SavedAdapter(SavedModelStateDict):
     """An adapter in a folder of peft's layout, which is removed with the last reference to this."""
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor], adapters: AdapterInstaller) -> None:
+    def __init__(self, tensors: Mapping[str, torch.Tensor], where: Path | None, adapters: AdapterInstaller) -> None:
         dict.__init__(self)
-        self.folder = _shared_folder()
+        self.folder = _own_folder(where)
         adapters.write(tensors, Path(self.folder.name))
 
 
 class WeightInstaller:
     """Knows what a model state dict of the model must hold, and how to hand one to vLLM's workers."""
 
-    def __init__(self, core: InprocClient, config: PretrainedConfig, *, in_process: bool) -> None:
+    def __init__(
+        self, core: InprocClient, config: PretrainedConfig, *, in_process: bool, folder: Path | None = None
+    ) -> None:
+        """`folder` is for what workers read, where they see no memory of this machine."""
         self._core = core
+        self._folder = folder or (_SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None)
         self._in_process = in_process
         """Whether the only worker lives in this process, and can be handed tensors."""
         self._layout = StateDictLayout(model_without_memory(config))
@@ -72,13 +76,13 @@ class WeightInstaller:
     def prepare(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """Do what needs no stop of the engine, in any thread, one at a time; what `install` is to be given.
 
-        Workers that are other processes read the weights from shared memory, each its own part. Raises `ModelError` for
-        what cannot be this model's.
+        Workers that are other processes read the weights from shared memory, or a folder that all of their nodes see,
+        each its own part. Raises `ModelError` for what cannot be this model's.
         """
         if is_adapter(tensors) != (self.adapters is not None):
             raise ModelError(_WRONG_KIND)
         if self.adapters is not None:
-            return SavedAdapter(tensors, self.adapters)
+            return SavedAdapter(tensors, self._folder, self.adapters)
         named = self._layout.checked(tensors)
         if isinstance(tensors, OfferedModelStateDict):
             return tensors
@@ -86,7 +90,7 @@ class WeightInstaller:
             return self._packer.pack(named)
         if self._in_process:
             return StagedModelStateDict(self._staging.fill(named))
-        return SavedModelStateDict(named)
+        return SavedModelStateDict(named, self._folder)
 
     def install(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Copy `tensors` into vLLM's own. Raises `ModelError` for what cannot be this model's; then nothing changed.
@@ -122,8 +126,7 @@ class WeightInstaller:
         self._core.collective_rpc(method, args=() if argument is None else (argument,))
 
 
-def _shared_folder() -> tempfile.TemporaryDirectory[str]:
-    where = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None
+def _own_folder(where: Path | None) -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="tailrace-vllm-", dir=where)
 
 
