@@ -35,6 +35,8 @@ _logger = logging.getLogger(__name__)
 
 _KILL_S = 3.0
 """How long an actor may take to kill its role, before it is taken for lost."""
+_UNKNOWN_S = 15.0
+"""How long Ray may take to find out what has become of an actor that does not answer."""
 _LOOK_S, _HEAD_LOST_S = 2.0, 15.0
 """Between two looks for the head, and how long it may be away. Ray ends this process after 60 s without."""
 
@@ -87,7 +89,7 @@ class RayHandle(RoleHandle):
 
     async def _first_end(self, role: Role, hosts: list[ActorHandle]) -> tuple[int, str]:
         """Waits for its nodes, whose actors become `hosts`, for it to be ready, and for a process of it to leave."""
-        from ray.exceptions import RayError
+        from ray.exceptions import ActorUnavailableError, RayError
 
         try:
             hosts += await self._launcher.start_hosts(role)
@@ -97,6 +99,8 @@ class RayHandle(RoleHandle):
         except (SettingsError, LifecycleError) as error:
             return int(ExitCode.FAILED), f"the {self.spec.name} cannot be started: {error}"
         except RayError as error:
+            if isinstance(error, ActorUnavailableError):
+                await _known(hosts)
             first_line = (str(error).splitlines() or [type(error).__name__])[0]
             return -signal.SIGKILL, f"the {self.spec.name} is lost, with its actor or its node: {first_line}"
         except Exception as error:  # noqa: BLE001 - of any kind: without a word nobody would miss the role
@@ -258,6 +262,27 @@ async def _killed(hosts: Sequence[ActorHandle]) -> None:
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_KILL_S):
             await asyncio.gather(*(host.kill.remote() for host in hosts), return_exceptions=True)
+
+
+async def _known(hosts: Sequence[ActorHandle]) -> None:
+    """Ray has found out whether these live: until it has, it starts the next life on a node that is gone."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_UNKNOWN_S):
+            await asyncio.gather(*map(_known_one, hosts))
+
+
+async def _known_one(host: ActorHandle) -> None:
+    from ray.exceptions import ActorUnavailableError, RayError
+
+    while True:
+        try:
+            await host.__ray_ready__.remote()
+        except ActorUnavailableError:
+            await asyncio.sleep(_UNKNOWN_S / 60)
+        except RayError:
+            return
+        else:
+            return
 
 
 async def _ignored(method: Any) -> None:
