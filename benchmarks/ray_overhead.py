@@ -4,7 +4,7 @@
 
 Runs the quickstart with both placements at once, each on a core of its own, so that both meet the same machine; the
 next turn swaps the cores. Under Ray it runs on a cluster of one node that this program starts on the loopback. From
-the step WARM_UP to the last but one, the tokens trained over user and system CPU of the run's processes: the command's
+the step WARM_UP to one of the last, the tokens trained over user and system CPU of the run's processes: the command's
 and all below it, and under Ray each role with the actor that has it. What else of Ray's runs there (raylet, head,
 agents, idle workers) is `ray_daemons_cpu_s`. `start_s` is from the command to the first step's record, which is later
 than the first rollout. `case` median is that of each column over the turns.
@@ -35,7 +35,9 @@ import psutil
 from benchmarks.peers import TAILRACE, environment
 
 TURNS = 3
-WARM_UP, STEPS, QUICK_STEPS = 10, 100, 16
+WARM_UP, STEPS, QUICK_STEPS = 10, 100, 18
+COOL_DOWN = 3
+"""Steps before the end that processes are looked at for the last time: one that has left has no CPU time."""
 LEAST_RATIO, START_S = 0.97, 30.0
 LOOPBACK = "127.0.0.1"
 OBJECT_STORE_BYTES = 80 << 20
@@ -95,7 +97,7 @@ def measure(folder: Path, core: int, steps: int, ray: RayCluster | None = None) 
         start_s = time.monotonic() - began_s
         wait_for(metrics, WARM_UP, run, folder)
         first, before = len(lines(metrics)), taken_s(run, ray)
-        wait_for(metrics, steps - 1, run, folder)
+        wait_for(metrics, steps - COOL_DOWN, run, folder)
         last, after = len(lines(metrics)), taken_s(run, ray)
         if run.wait():
             sys.exit((folder / "train.log").read_text()[-4000:])
