@@ -24,6 +24,9 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ[_name] = "1"
 
+# Else Ray takes another address than the loopback for this machine's. It reads this at its first import: maybe by vLLM.
+os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+
 # A busy machine makes no property wrong, and the same code passes or fails alike each time it is tested. `make explore`
 # then tries examples that nobody has tried yet, for a minute, all of them drawn from the seed that it prints.
 _hypothesis.register_profile("explore", deadline=None, derandomize=False, database=None)

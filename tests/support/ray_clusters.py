@@ -15,8 +15,7 @@ import psutil
 
 from tests.run.runs import IMPORTS
 
-_ON_LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_worker_niceness": "0"}
-"""Else Ray takes the loopback for the address by which others reach this machine."""
+_ENVIRONMENT = {"RAY_worker_niceness": "0", "RAY_USAGE_STATS_ENABLED": "0"}
 _NODE = {
     "object_store_memory": 80 << 20,
     "include_dashboard": False,
@@ -101,7 +100,7 @@ def ray_cluster(*cpus: int, first_import: Path | None = None) -> Iterator[RayNod
 def ray_head(cpus: int, variables: Mapping[str, str], **arguments: object) -> Iterator[Any]:
     """A cluster that has a head so far; these variables are of the test meanwhile, and of all that it starts."""
     before = dict(os.environ)
-    os.environ.update({**_ON_LOOPBACK, "RAY_USAGE_STATS_ENABLED": "0", **variables})
+    os.environ.update({**_ENVIRONMENT, **variables})
     from ray.cluster_utils import Cluster
 
     try:
