@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tailrace.cli import main
-from tailrace.generation.settings import GeneratorSettings, ModelSettings
+from tailrace.generation.engines.protocol import Engine
+from tailrace.generation.settings import ModelSettings
 from tailrace.models.identity import ModelIdentity, identify, is_other, other_architecture
 from tailrace.models.loading import resolve_model
 from tailrace.run import roles
@@ -44,8 +47,8 @@ def test_a_generator_with_other_weights_is_sent_the_runs_own_before_the_first_ro
 async def test_a_trainer_that_disagrees_with_the_generator_raises_an_alarm(
     tmp_path: Path, other: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def with_other_weights(model: ModelSettings, generator: GeneratorSettings):  # type: ignore[no-untyped-def]
-        return engine_factory(model.model_copy(update={"name": other}), generator)
+    def with_other_weights(model: ModelSettings, *rest: Any, **others: Any) -> Callable[[], Engine]:
+        return engine_factory(model.model_copy(update={"name": other}), *rest, **others)
 
     assert (await run_inline(tmp_path, "--max_steps", "1", name="right")).mismatched_steps == 0
     monkeypatch.setattr(roles, "engine_factory", with_other_weights)
