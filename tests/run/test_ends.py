@@ -11,6 +11,7 @@ import pytest
 from tailrace.cli import main
 from tailrace.records import RunStatus
 from tailrace.reporting.summary import read_summary
+from tailrace.run import roles
 from tests.run.runs import RESUMED, TINY, command, environment, records, run_inline, trained_tasks
 from tests.support.run_environments import released
 
@@ -51,6 +52,19 @@ async def test_a_run_that_diverges_fails(tmp_path: Path) -> None:
     assert (summary.status, summary.exit_code) == (RunStatus.FAILED, 1)
     assert summary.steps < 20
     assert "finite" in summary.reason
+
+
+async def test_an_engine_that_cannot_be_built_does_not_keep_the_trainer_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise RuntimeError("there is no engine")
+
+    monkeypatch.setattr(roles, "engine_factory", broken)
+    summary = await run_inline(tmp_path, "--max_steps", "1")
+    assert (summary.status, summary.exit_code) == (RunStatus.FAILED, 1)
+    assert "the generator failed: there is no engine" in summary.reason
+    assert "did not answer" not in (tmp_path / "run" / "logs" / "orchestrator.log").read_text()
 
 
 @pytest.mark.parametrize("name", ["summary.json", "report.html"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from functools import partial
 
 from typing_extensions import override
@@ -55,29 +55,30 @@ class MemoryTransports(Transports):
 
     @override
     async def serve_generator(self, role: Role, make_generator: MakeGenerator) -> None:
-        self._unbuilt.add(role.address)
-        await self._building.acquire()
-        generator, closing = make_generator(self._payloads), asyncio.Event()
-        self.generators[role.address] = generator, closing
-        role.ready()
-        try:
-            await self._until_built(role.address, generator)
+        closing = asyncio.Event()
+        async with AsyncExitStack() as serving:
+            async with self._building_alone(role.address):
+                generator = make_generator(self._payloads)
+                serving.push_async_callback(generator.close)
+                self.generators[role.address] = generator, closing
+                serving.callback(self.generators.pop, role.address)
+                role.ready()
+                with contextlib.suppress(Exception):  # `hello` raises it, with its type
+                    await generator.ready()
             ended = await first_done(generator.failed(), closing.wait())
             if isinstance(ended, Exception):
                 raise ended
-        finally:
-            del self.generators[role.address]
-            await generator.close()
 
-    async def _until_built(self, address: str, generator: Generator) -> None:
-        """Wait for its engine; then the next one is built, or the trainer."""
+    @asynccontextmanager
+    async def _building_alone(self, address: str) -> AsyncIterator[None]:
+        """While one engine is built, no other is, nor the trainer. One that cannot be built keeps nobody waiting."""
+        self._unbuilt.add(address)
         try:
-            with contextlib.suppress(Exception):  # `hello` raises it, with its type
-                await generator.ready()
+            async with self._building:
+                yield
         finally:
             self._has_built = True
             self._unbuilt.discard(address)
-            self._building.release()
             self._changed.set()
 
     @override

@@ -263,8 +263,12 @@ class Orchestrator(WeightListener, ReplicaListener):
         left.cancel()
         if follower.done():
             return
-        late = f"the trainer did not answer a request to stop within {deadline_s:g} s"
-        why = str(self.error or (_without_record(left.result()) if has_left else late))
+        if has_left:
+            missing = _without_record(left.result())
+        else:
+            missing = f"the trainer did not answer a request to stop within {deadline_s:g} s"
+            _logger.error("stopping: %s", missing)  # although the run may have failed for something else
+        why = str(self.error or missing)
         record = TrainerEnded(epoch=self._log.epoch, status=RunStatus.FAILED, step=self.step, reason=why)
         with contextlib.suppress(TransportError):  # it came at the last moment
             await self._log.append(record)

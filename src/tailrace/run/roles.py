@@ -39,14 +39,13 @@ from tailrace.tracing.output_log import OutputLog
 from tailrace.tracing.phases import PhaseRecorder
 from tailrace.training.settings.trainer import ExportFormat
 from tailrace.transport.events.log import EventLog
+from tailrace.transport.payloads.store import PayloadStore
 from tailrace.transport.redis.server import RedisServer
 
 if TYPE_CHECKING:
     from tailrace.training.ranks import JoinedRanks, Ranks
-    from tailrace.training.trainer import Trainer
-
-if TYPE_CHECKING:
     from tailrace.training.reports.token_export import TokenExport
+    from tailrace.training.trainer import Trainer
 
 TRAINER = "tailrace.run.roles:trainer"
 GENERATOR = "tailrace.run.roles:generator"
@@ -304,8 +303,11 @@ async def _serve(role: Role, role_settings: RoleSettings, model: ModelSettings, 
 
             role.ready()
             await asyncio.to_thread(hold_workers, model, chosen, nodes)  # which raises in the end
-        engine = engine_factory(model, chosen, nodes=nodes)
-        make_generator = lambda payloads: Generator(engine, chosen.weights, payloads=payloads)  # noqa: E731
+
+        def make_generator(payloads: PayloadStore) -> Generator:
+            engine = engine_factory(model, chosen, nodes=nodes)
+            return Generator(engine, chosen.weights, payloads=payloads)
+
         await role_settings.transports().serve_generator(role, make_generator)
 
 
