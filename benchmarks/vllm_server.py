@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -14,6 +13,8 @@ from pathlib import Path
 import httpx
 import psutil
 
+from tailrace.free_ports import free_port
+
 DEADLINE_S = 180
 
 
@@ -22,9 +23,7 @@ def vllm_server(
     folder: Path, log: Path, *, dtype: str, slots: int, max_model_tokens: int, cache_bytes: int, options: Sequence[str]
 ) -> Iterator[tuple[str, psutil.Process]]:
     """It serves the model of a folder on a free port of this machine; its address and process, once it answers."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
     command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", dtype, "--max-num-seqs", str(slots)]
     command += ["--max-model-len", str(max_model_tokens), "--kv-cache-memory-bytes", str(cache_bytes)]

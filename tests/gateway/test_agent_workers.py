@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import itertools
-import os
-import socket
 
 from tailrace.config.gateway import GatewaySettings
+from tailrace.free_ports import free_port
 from tailrace.gateway import Gateway
 from tailrace.rollouts import ChatRenderer
 from tests.rollouts.agent_workers.played import Run
@@ -30,18 +27,8 @@ async def test_each_worker_answers_for_its_own_rollouts(renderer: ChatRenderer) 
     assert len(addresses) == 2
 
 
-def free_ports(count: int) -> int:
-    """The first of so many free ports in a row, below those that systems give away."""
-    for first in itertools.count(20_000 + os.getpid() % 5_000, count):
-        with contextlib.ExitStack() as taken, contextlib.suppress(OSError):
-            for port in range(first, first + count):
-                taken.enter_context(socket.create_server(("127.0.0.1", port)))
-            return first
-    raise AssertionError("no port is free")
-
-
 async def test_with_a_port_each_worker_listens_at_one_of_those_after_it(renderer: ChatRenderer) -> None:
-    port = free_ports(3)
+    port = free_port(count=3)
     async with Run(renderer, "requests", workers=2, endpoints=Gateway(GatewaySettings(port=port))) as run:
         await run.rollouter.start()
         for taken in range(3):

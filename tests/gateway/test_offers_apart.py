@@ -17,12 +17,12 @@ from tailrace.config.gateway import GatewaySettings
 from tailrace.environments import Offer, brought_tasks
 from tailrace.environments.rows import BroughtRow
 from tailrace.errors import ClientLost, RolloutTimeout, WorkerLost
+from tailrace.free_ports import free_port
 from tailrace.gateway import Gateway
 from tailrace.gateway.claims import Claim
 from tailrace.gateway.offers import Offers
 from tailrace.records import Rollout, Task, TaskId
 from tailrace.rollouts import ChatRenderer
-from tests.gateway.test_agent_workers import free_ports
 from tests.rollouts.agent_workers.played import Run
 
 
@@ -131,7 +131,7 @@ async def test_a_rollout_that_is_cancelled_is_taken_from_its_client(renderer: Ch
 
 async def test_a_worker_that_dies_costs_its_rollouts_and_their_clients_are_told(renderer: ChatRenderer) -> None:
     """The one in its place has the same port, and knows the keys of the run."""
-    async with elsewhere(renderer, port=free_ports(2)) as here:
+    async with elsewhere(renderer, port=free_port(count=2)) as here:
         running, unclaimed = (here.run.begin(name="elsewhere", replies=["yes"]) for _ in range(2))
         claimed = await here.claim()
         assert (await here.ask(claimed)).status_code == 200

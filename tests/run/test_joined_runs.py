@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tailrace.free_ports import free_port
 from tailrace.reporting.summary import read_summary
 from tailrace.run.orchestrator import RUN_ENDED
 from tests.run.runs import IMPORTS, PATIENCE_S, Command, command, records
@@ -69,14 +69,8 @@ def require_nothing_lost(run: Command, printed: str) -> None:
     assert set(ledger.by_reason["cancelled"]) <= {RUN_ENDED, "SIGTERM"}
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def test_generators_join_a_run_by_its_folder_and_by_its_address_and_leave_it(tmp_path: Path) -> None:
-    address, listens = f"tcp://127.0.0.1:{_free_port()}", f"tcp://127.0.0.1:{_free_port()}"
+    address, listens = f"tcp://127.0.0.1:{free_port()}", f"tcp://127.0.0.1:{free_port()}"
     with command(tmp_path, *ELASTIC, "--generator.join_address", address, "--max_steps", "10000") as run:
         with joining(tmp_path, "--join", "run") as guest:
             run.wait_until(lambda: newest(run, "generator/generator-1/policy_version") > 0)

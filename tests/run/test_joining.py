@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import socket
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -18,6 +17,7 @@ from typing_extensions import override
 
 from tailrace.config import RunSettings, load_settings
 from tailrace.errors import SettingsError
+from tailrace.free_ports import free_port
 from tailrace.generation.engine_thread.generator import Generator
 from tailrace.generation.engines.simulated import SimulatedEngine
 from tailrace.generation.rpc.client import GeneratorClient, ReportListener
@@ -226,18 +226,12 @@ async def test_a_run_that_is_over_ends_its_guests(tmp_path: Path) -> None:
         assert (await told(guest))[0] == 0
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 async def test_a_guest_from_elsewhere_needs_the_key_of_the_run(tmp_path: Path) -> None:
     key, other = tmp_path / "key.json", tmp_path / "other.json"
     write_keys(other, "test")
     elsewhere = ("--generator.join_address", "tcp://127.0.0.1:0", "--generator.join_key", str(key))
     async with world(tmp_path, *elsewhere) as here:
-        listens = f"tcp://127.0.0.1:{_free_port()}"
+        listens = f"tcp://127.0.0.1:{free_port()}"
         status, printed = await told(await here.guest(here.place.elsewhere, str(other), listens))
         assert (status, "--key: " in printed) == (2, True), printed
         guest = await here.guest(here.place.elsewhere, str(key), listens)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from pathlib import Path
 
 from typing_extensions import override
 
+from tailrace.free_ports import free_port
 from tailrace.lifecycle.launchers.local import LocalLauncher
 from tailrace.run.training import train
 from tests.run.runs import records, tiny_settings
@@ -18,9 +18,7 @@ class TcpLauncher(LocalLauncher):
 
     @override
     def address(self, name: str) -> str:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            return f"tcp://127.0.0.1:{free.getsockname()[1]}"
+        return f"tcp://127.0.0.1:{free_port()}"
 
 
 def test_a_launcher_of_ones_own_runs_the_roles(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ import itertools
 import json
 import os
 import signal
-import socket
 import stat
 import subprocess
 import sys
@@ -23,6 +22,7 @@ import pytest
 from tailrace.config import load_settings
 from tailrace.dashboard.chat import reply, running_policy
 from tailrace.errors import SettingsError
+from tailrace.free_ports import free_port
 from tailrace.run.evaluating import evaluate_model
 from tailrace.run.training import train
 from tests.run.runs import ROOT, command, records, require_rise, rollouts, tiny_settings
@@ -122,8 +122,7 @@ def test_a_run_tells_its_owner_where_clients_find_it_and_says_that_it_waits_for_
 
 
 def test_a_run_with_an_address_of_its_own_answers_whoever_has_the_key_of_its_policy(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     with command(tmp_path, "--gateway.port", str(port), "--max_steps", "100000") as run:
         told = run.folder / "gateway.json"
         run.wait_until(told.exists)

@@ -15,6 +15,7 @@ import zmq.asyncio
 
 from tailrace.config.serving import load_serve_settings
 from tailrace.errors import SettingsError
+from tailrace.free_ports import free_port
 from tailrace.generation.rpc.client import GeneratorClient
 from tailrace.generation.rpc.messages import WelcomeReply
 from tailrace.lifecycle.resources import shared_memory_folder
@@ -175,9 +176,7 @@ def test_an_address_in_use_or_open_to_others_is_refused_by_its_setting(tmp_path:
 
 
 def test_a_run_tells_that_nobody_answers(tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    address = f"tcp://127.0.0.1:{free_port()}"
     with command(tmp_path, "--max_steps", "1", "--generator.connect", address) as run:
         status, printed = run.wait()
     assert (status, f"generator.connect: no generator answers at {address}" in printed) == (2, True), printed

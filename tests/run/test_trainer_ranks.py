@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 
 from tailrace.cli import main
+from tailrace.free_ports import free_port
 from tailrace.records import RunStatus
 from tailrace.reporting.summary import RunSummary, read_summary
 from tailrace.run.devices import role_devices
@@ -149,8 +149,3 @@ def test_ranks_started_by_others_train_too(tmp_path: Path, launcher: str) -> Non
     assert read_summary(tmp_path / "runs" / "run").steps == 2
     checkpoint = tmp_path / "runs" / "run" / "checkpoints" / "step_000002"
     assert len([*(checkpoint / "optimizer").glob("*.distcp")]) == 2
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])

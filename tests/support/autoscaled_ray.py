@@ -7,7 +7,6 @@ cluster as well; that one ends all of a machine's Ray, and needs a file that Ray
 from __future__ import annotations
 
 import json
-import socket
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -17,6 +16,7 @@ from typing import Any, Literal, TypeAlias
 
 import psutil
 
+from tailrace.free_ports import free_port
 from tests.run.runs import PATIENCE_S
 from tests.support.ray_clusters import imports_from, ray_head
 
@@ -63,7 +63,7 @@ class AutoscaledNodes:
 @contextmanager
 def autoscaled_cluster(folder: Path, version: Version, *, head_cpus: int) -> Iterator[AutoscaledNodes]:
     """A head, and up to two nodes with one CPU each, of which there is none at first."""
-    port = _free_port()
+    port = free_port()
     (written := folder / "autoscaling.json").write_text(json.dumps(_autoscaling(port, head_cpus)))
     variables = {
         "AUTOSCALER_UPDATE_INTERVAL_S": "1",
@@ -127,9 +127,3 @@ def _end_autoscaler(cluster: Any) -> None:
     for process in [*monitor.children(recursive=True), monitor]:
         with suppress(psutil.NoSuchProcess):
             process.kill()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

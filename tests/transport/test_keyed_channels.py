@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 from collections.abc import AsyncIterator
 
 import pytest
 import zmq.asyncio
 
 from tailrace.errors import PeerGone
+from tailrace.free_ports import free_port
 from tailrace.transport.channels import Channel, wait_until
 from tailrace.transport.keys import CurveKeys, guard_all
 
@@ -21,9 +21,7 @@ SILENCE_MS = 3000
 
 @pytest.fixture
 def address() -> str:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    return f"tcp://127.0.0.1:{free_port()}"
 
 
 class End:

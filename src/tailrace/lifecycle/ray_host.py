@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
-import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -23,13 +21,12 @@ from typing_extensions import override
 
 from tailrace.config.restarts import RestartSettings
 from tailrace.config.shutdown import ShutdownSettings
-from tailrace.errors import LifecycleError, SettingsError
+from tailrace.errors import LifecycleError
+from tailrace.free_ports import free_port
 from tailrace.lifecycle.launchers.local import LocalLauncher
 from tailrace.lifecycle.roles import RoleSpec
 
 _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-_PORTS = range(20_000, 32_000)
-"""Below those that the system gives to whoever asks for any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,16 +103,6 @@ class _NodeLauncher(LocalLauncher):
     @override
     def address(self, name: str) -> str:
         return f"tcp://{self._address}:0"
-
-
-def free_port(host: str, count: int = 1) -> int:
-    """The first of so many in a row that nobody listens at. Raises `SettingsError`."""
-    for port in random.sample(range(_PORTS.start, _PORTS.stop - count), 100):
-        with contextlib.ExitStack() as tried, contextlib.suppress(OSError):
-            for one in range(port, port + count):
-                tried.enter_context(socket.socket()).bind((host, one))
-            return port
-    raise SettingsError(f"no {count} ports in a row are free at {host} ({_PORTS.start} to {_PORTS.stop - 1})")
 
 
 def _reached_at(address: str, environment: Mapping[str, str]) -> dict[str, str]:

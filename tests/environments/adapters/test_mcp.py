@@ -27,6 +27,7 @@ from tailrace.environments import (
     mcp_agent,
 )
 from tailrace.errors import EnvironmentFailed, SettingsError
+from tailrace.free_ports import free_port
 from tailrace.records import TaskId
 from tailrace.rollouts import ChatRenderer
 from tests.environments.adapters.playing import call, play
@@ -120,8 +121,7 @@ async def test_a_server_behind_a_url_answers() -> None:
 
 
 async def test_nothing_behind_a_url_is_told() -> None:
-    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as free:
-        url = f"http://127.0.0.1:{free.getsockname()[1]}/mcp"
+    url = f"http://127.0.0.1:{free_port()}/mcp"
     with pytest.raises(EnvironmentFailed, match=rf"the MCP server {url} "):
         await ask(McpServer(url=url))
 

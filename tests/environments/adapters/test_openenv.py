@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -25,6 +23,7 @@ from tailrace.environments import (
     openenv_environment,
 )
 from tailrace.errors import EnvironmentFailed, SettingsError
+from tailrace.free_ports import free_port
 from tailrace.rollouts import ChatRenderer
 from tests.environments.adapters.playing import play
 from tests.support.installed_openenv import installed_openenv
@@ -146,8 +145,7 @@ async def test_a_server_that_fails_costs_its_rollout(fault: str, says: str) -> N
 
 
 async def test_it_is_tried_once_before_a_run() -> None:
-    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as free:
-        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+    url = f"http://127.0.0.1:{free_port()}"
     nothing = load_environment(EnvironmentSettings(name="openenv", args={"url": url}))
     assert nothing.check is not None
     with pytest.raises(SettingsError, match="cannot be asked"):

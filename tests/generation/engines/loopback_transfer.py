@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Self
@@ -19,6 +18,8 @@ from vllm.distributed.weight_transfer import (
 )
 from vllm.distributed.weight_transfer.base import TrainerInitInfo, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from tailrace.free_ports import free_port
 
 BACKEND = "loopback"
 BROKEN = "a.weight.that.breaks.vllm"
@@ -108,9 +109,7 @@ class LoopbackTrainer(TrainerWeightTransferEngine[LoopbackTrainerInit]):  # type
 
 def init_info(world_size: int) -> LoopbackTrainerInit:
     """Of a group at a free port."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return LoopbackTrainerInit(free.getsockname()[1], world_size, rank=0)
+    return LoopbackTrainerInit(free_port(), world_size, rank=0)
 
 
 def register() -> None:

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import socket
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 import safetensors.numpy
 
 from tailrace.errors import CorruptData, PeerGone, TransportError
+from tailrace.free_ports import free_port
 from tailrace.transport.batches.channels import (
     ChannelBatchReceiver,
     ChannelBatchSender,
@@ -129,8 +129,7 @@ async def test_batches_reach_another_process_whose_end_is_noticed(sockets: Path,
 
 
 async def test_batches_go_by_tcp_as_well(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    address = f"tcp://127.0.0.1:{free_port()}"
     sender, receiver = value_sender(address), value_receiver(address)
     async with ends(sender, receiver):
         await sender.send(make_batch(1, tokens_per_sample=100_000))

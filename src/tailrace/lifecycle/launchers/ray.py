@@ -21,11 +21,12 @@ from typing_extensions import override
 
 from tailrace.config.shutdown import ShutdownSettings
 from tailrace.errors import ClusterFull, LifecycleError, SettingsError
+from tailrace.free_ports import free_port
 from tailrace.lifecycle.event_loop import first_done
 from tailrace.lifecycle.exit_codes import ExitCode
 from tailrace.lifecycle.launchers.base import Launcher, RoleHandle
 from tailrace.lifecycle.ray_cluster import RayCluster
-from tailrace.lifecycle.ray_host import HostOrder, free_port
+from tailrace.lifecycle.ray_host import HostOrder
 from tailrace.lifecycle.roles import NodeShare, Role
 
 if TYPE_CHECKING:

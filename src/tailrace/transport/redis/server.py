@@ -12,6 +12,7 @@ from pathlib import Path
 
 from tailrace.child_processes import describe_exit
 from tailrace.errors import SettingsError, TransportError
+from tailrace.free_ports import free_port
 from tailrace.transport.redis.connection import require_redis
 
 PROGRAM = "redis-server"
@@ -34,7 +35,7 @@ class RedisServer:
                 key=("transport", "redis", "start"),
             )
         self._folder, self._keeps_data, self._max_memory_bytes = folder, keeps_data, max_memory_bytes
-        self._password, self._port = secrets.token_urlsafe(24), _free_port()
+        self._password, self._port = secrets.token_urlsafe(24), free_port()
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -90,10 +91,3 @@ class RedisServer:
                 "",
             )
         )
-
-
-def _free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        port: int = taken.getsockname()[1]
-        return port

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -25,6 +24,7 @@ import msgspec
 from typing_extensions import override
 
 from tailrace.errors import CorruptData, TransportError
+from tailrace.free_ports import free_port
 from tailrace.guards import guarded
 from tailrace.records import ModelStateDictRef
 from tailrace.transport.weights.stores import PUBLISHED_FILE, ModelStateDict, ModelStateDictStore
@@ -78,10 +78,7 @@ def nccl_init_info(world_size: int) -> TrainerInitInfo:
     """Of vLLM's NCCL backend, between GPUs of one host, at a port of its own."""
     from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    return NCCLTrainerInitInfo("127.0.0.1", port, world_size, rank=0, packed_buffer_size_bytes=_BUFFER_BYTES)
+    return NCCLTrainerInitInfo("127.0.0.1", free_port(), world_size, rank=0, packed_buffer_size_bytes=_BUFFER_BYTES)
 
 
 class TransferringModelStateDictStore(ModelStateDictStore):
