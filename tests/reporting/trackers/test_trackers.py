@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import math
 import os
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from tailrace.reporting.trackers.messages import LATE, Begin, Checkpoint, Metric
 from tailrace.reporting.trackers.protocol import TrackedRun
 from tailrace.reporting.trackers.registry import require_trackers
 from tailrace.tracing.background import BackgroundWriter
+from tests.reporting.example_run import a_rollout
 from tests.reporting.trackers.story import LINES, SETTINGS, SUMMARY, entries, tell
 
 OWN = "tests.reporting.trackers.own"
@@ -55,6 +57,16 @@ def test_a_tracker_is_told_what_the_folder_says(tmp_path: Path, caplog: pytest.L
 
 def _of(notes: list[list[object]], kind: str) -> list[list[object]]:
     return [note for note in notes if note[0] == kind]
+
+
+def test_values_that_no_histogram_can_hold_are_left_out(tmp_path: Path) -> None:
+    def story(hub: Trackers, writer: BackgroundWriter) -> None:
+        rewards = [1.7e308, -1.7e308, math.inf, math.nan, 0.25, 0.75]
+        hub.ended(2, [a_rollout(1, place, reward, []) for place, reward in enumerate(rewards)], writer.submit)
+        writer.close()
+
+    tell(tmp_path, f"{OWN}:Lines", story=story)
+    assert _of(told(tmp_path), "histograms")[0][2]["histogram/reward"] == 2
 
 
 def test_a_resumed_run_has_the_same_id(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import sys
 import threading
 import time
@@ -26,6 +25,8 @@ from tailrace.reporting.trackers.registry import short_name
 FOLDER = "trackers"
 """In a run's folder: what the trackers keep there."""
 _BINS = 32
+_TOO_LARGE = 1e300
+"""For a histogram: between two values beyond it the distance may be infinite."""
 _LINE_BYTES = 1_000_000
 """Of a rollout that is sent; longer ones are in the run's folder alone."""
 
@@ -111,7 +112,7 @@ def _values(entries: Sequence[RolloutEntry]) -> dict[str, list[float]]:
         "histogram/completion_tokens": [float(rollout.num_completion_tokens) for rollout in rollouts],
         "histogram/duration_s": [max(0.0, rollout.ended_s - rollout.started_s) for rollout in rollouts],
     }
-    return {name: [value for value in values if math.isfinite(value)] for name, values in found.items()}
+    return {name: [value for value in values if abs(value) < _TOO_LARGE] for name, values in found.items()}
 
 
 def _histogram(values: Sequence[float]) -> Histogram:
