@@ -146,7 +146,7 @@ def _stamps(folder: Path) -> Iterator[tuple[int, int]]:
 
 
 def _varying(settings: list[Settings]) -> list[str]:
-    """Names of settings that two of these have otherwise, those that are in most runs first."""
+    """Names of settings that two of these have otherwise, or that one of them lacks."""
     values: dict[str, set[str]] = {}
     counts: dict[str, int] = {}
     for one in settings:

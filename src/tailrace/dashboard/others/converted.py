@@ -86,6 +86,12 @@ class OthersFiles:
 
     def folder(self, source: Source) -> Path:
         """That of a source, with all that it holds by now."""
+        known = self._converted(source)
+        with known.lock:  # a large one keeps nobody from the others
+            known.update()
+        return known.folder
+
+    def _converted(self, source: Source) -> _Converted:
         with self._lock:
             if self._home is None:
                 self._home = tempfile.TemporaryDirectory(prefix="tailrace-ui-")
@@ -93,15 +99,14 @@ class OthersFiles:
             if known is None:
                 known = _Converted(source, Path(self._home.name) / str(len(self._known)) / source.name)
                 self._known[source.path] = known
-            known.update()
-            return known.folder
+            return known
 
 
 class _Converted:
     """One source, as a folder."""
 
     def __init__(self, source: Source, folder: Path) -> None:
-        self.folder = folder
+        self.folder, self.lock = folder, threading.Lock()
         self._source = source
         self._tail = Tail(source.path)
         self._stamps: dict[Path, tuple[int, int]] = {}
