@@ -23,15 +23,17 @@ from tailrace.records import (
     Supports,
     TrainingSample,
 )
-from tailrace.training.losses import Loss, LossTokens
+from tailrace.training.losses import Divisor, Loss, LossTokens, load_components
 from tailrace.training.losses.supports import TokenSupports
 from tailrace.training.model.head import LogprobHead, score_logits
 from tailrace.training.model.policy_model import PolicyModel
 from tailrace.training.rows.micro_batch import MicroBatch
+from tailrace.training.settings.losses import ClippedRatioSettings
+from tailrace.training.step.gradients import GradientPasses
 from tests.generation.engine_support import Driver, make_engine, make_model, prompts, request, restricted_logprobs
 from tests.training.losses.support import as_any_loss
 from tests.training.model.test_head import DEFAULT, gradients, make_head, sequence_loss, tokens_of
-from tests.training.tiny import build_batch
+from tests.training.tiny import build_batch, demonstrating, tiny_model
 from tests.transport.transport_builders import make_summary
 
 
@@ -193,3 +195,29 @@ def test_slices_of_tokens_know_their_supports() -> None:
         logits = torch.zeros(end - start, 64)
         part.restrict(logits)
         assert torch.equal(logits, whole[start:end])
+
+
+def test_a_loss_sees_the_same_supports_however_samples_lie_in_rows() -> None:
+    """Demonstrated tokens, which no loss of rewards sees, lie beside sampled ones in one of the two."""
+    seen: list[Tensor] = []
+
+    def loss(logprobs: Tensor, _entropy: Tensor, tokens: LossTokens) -> tuple[Tensor, Tensor]:
+        assert tokens.supports is not None
+        assert np.array_equal(np.diff(tokens.supports.offsets), tokens.supports.counts)
+        seen.append(tokens.supports.counts)
+        weights = tokens.supports.counts.clamp(min=1).to(logprobs.dtype).rsqrt()
+        return -weights * tokens.advantages * logprobs, torch.ones_like(logprobs, dtype=torch.bool)
+
+    gradients, supports = [], []
+    for rows in ((4,), (1, 1, 1, 1)):
+        batch = demonstrating(build_batch(lengths=(9, 14, 5, 12), rows=rows, supports=True), (1,))
+        given = ClippedRatioSettings.model_validate({"cross_entropy": {"coefficient": 0.7}})
+        policy = PolicyModel(tiny_model("qwen3").double(), native_kernels=False)
+        passes = GradientPasses(policy, loss, Divisor.of_loss(given), components=load_components(given))
+        passes.add(batch, 0)
+        gradients.append(torch.cat([weight.grad.flatten() for weight in passes.weights if weight.grad is not None]))
+        supports.append(torch.cat(seen).sort().values)
+        seen.clear()
+    assert supports[0].any()
+    assert torch.equal(*supports)
+    assert torch.allclose(*gradients, rtol=1e-9, atol=1e-12)

@@ -9,8 +9,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from typing_extensions import override
 
 from tailrace.training.losses import Loss, LossTokens, load_loss
+from tailrace.training.losses.composition import compose
+from tailrace.training.losses.masks.protocol import Mask
 from tailrace.training.losses.ratios import ratios
 from tests.training.losses.support import BUILT_IN, as_any_loss, settings_of
 
@@ -81,6 +84,29 @@ def test_a_token_that_the_generator_called_impossible_gives_no_nan(name: str, ad
     )
     assert torch.isfinite(losses).all()
     assert torch.isfinite(gradient).all()
+
+
+class _NeverSampled(Mask):
+    """Rejects what the generator called impossible."""
+
+    @override
+    def keeps(self, logprobs: Tensor, tokens: LossTokens) -> Tensor:
+        return tokens.logprobs != -math.inf
+
+
+@pytest.mark.parametrize("entropy", [0.0, 1e-3])
+@pytest.mark.parametrize("advantage", [2.0, -2.0])
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_a_token_that_a_mask_rejects_adds_nothing_however_its_ratio_overflows(
+    name: str, advantage: float, entropy: float
+) -> None:
+    loss = compose(load_loss(settings_of(name)), {"never_sampled": _NeverSampled()}, entropy=entropy)
+    policy, generator = torch.tensor([-1.0, GENERATOR]), torch.tensor([-math.inf, GENERATOR])
+    losses, gradient = loss_and_gradient(loss, policy, generator, torch.full((2,), advantage))
+    assert losses[0] == 0
+    assert torch.isfinite(gradient).all()
+    if name not in {"gspo"}:  # whose ratio is one of both
+        assert gradient[0] == 0
 
 
 @pytest.mark.parametrize("name", [name for name in BUILT_IN if name not in {"ipo", "dppo"}])

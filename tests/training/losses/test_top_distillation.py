@@ -13,13 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tailrace.records import Batch
-from tailrace.training.losses import CandidateComponent, Loss, LossTokens, add_up, load_components, load_loss
+from tailrace.records import DISTILLATION_WEIGHTS, TEACHER_TOP_LOGPROBS, Batch
+from tailrace.training.losses import CandidateComponent, Divisor, Loss, LossTokens, add_up, load_components, load_loss
 from tailrace.training.model.head import LogprobHead, loss_of_logits
+from tailrace.training.model.policy_model import PolicyModel
+from tailrace.training.step.gradients import GradientPasses
 from tests.training.losses.support import draw_samples, settings_of
 from tests.training.model.test_head import gradients, make_head, reference, tokens_of
 from tests.training.test_trainer import make_trainer
-from tests.training.tiny import build_batch, taught
+from tests.training.tiny import build_batch, taught, tiny_model, weighing
 
 TEACHER: dict[str, Any] = {"url": "http://teacher/v1", "model": "big"}
 EPSILON = 1e-5
@@ -107,7 +109,8 @@ def test_values_and_gradients_are_those_of_whole_logits(
     added = (torch.stack(each) * weights).sum() * 0.7 / summary.loss_tokens
     expected = gradients(head, hidden, losses[kept].sum() / 3.0 + added)
     output = LogprobHead(head, torch.float64, chunk_bytes=4 * vocabulary * chunk)(hidden, tokens, loss)
-    torch.testing.assert_close(output.candidate_losses, torch.stack(each).detach(), rtol=1e-9, atol=1e-10)
+    told = torch.stack(each).detach() * (weights != 0)
+    torch.testing.assert_close(output.candidate_losses, told, rtol=1e-9, atol=1e-10)
     for found, wanted in zip(gradients(head, hidden, output.total), expected, strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-7, atol=1e-10)
 
@@ -172,6 +175,21 @@ def test_a_token_that_has_become_impossible_harms_no_other() -> None:
     losses, derivatives = distillation().with_derivatives(torch.tensor([[-math.inf, -0.2]]), tokens)
     assert torch.isfinite(losses).all()
     assert torch.isfinite(derivatives).all()
+
+
+@pytest.mark.parametrize("entropy", [0.0, 1e-3])
+@pytest.mark.parametrize(("chosen", "unusable"), [("reverse", -math.inf), ("forward", math.nan)])
+def test_a_token_without_a_weight_harms_no_other_whatever_its_teacher_says(
+    chosen: str, unusable: float, entropy: float
+) -> None:
+    given = settings_of("clipped_ratio", entropy=entropy, distillation={**TEACHER, "top_k": 5, "divergence": chosen})
+    policy = PolicyModel(tiny_model("qwen3"), native_kernels=False)
+    passes = GradientPasses(policy, load_loss(given), Divisor.of_loss(given), components=load_components(given))
+    batch = weighing(taught(build_batch(), 5), DISTILLATION_WEIGHTS)
+    told = batch.columns[TEACHER_TOP_LOGPROBS].copy()
+    told[(batch.columns[DISTILLATION_WEIGHTS] == 0) & batch.loss_mask] = unusable
+    passes.add(dataclasses.replace(batch, columns={**batch.columns, TEACHER_TOP_LOGPROBS: told}), 0)
+    assert all(weight.grad is not None and weight.grad.isfinite().all() for weight in passes.weights)
 
 
 def batch_with(step: int, top_k: int) -> Batch:

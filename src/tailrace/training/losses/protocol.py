@@ -43,6 +43,8 @@ class LossTokens:
     """[num_samples + 1], int64: the `sample_offsets` of those alone."""
     supports: TokenSupports | None = None
     """What top-p and top-k left for each token; log-probabilities and entropies are over it. None: the vocabulary."""
+    reward_supports: TokenSupports | None = None
+    """The `supports` of `reward_places` alone."""
     sum_over_ranks: Callable[[Tensor], Tensor] | None = None
     """Where ranks share the row, and have a slice of its tokens each: differentiable sums over them. All of them call
     it together."""
@@ -73,7 +75,7 @@ class LossTokens:
         )
 
     def of_rewards(self) -> LossTokens:
-        """The tokens that bear the loss of rewards, where others do not, without their supports. Not of a part."""
+        """The tokens that bear the loss of rewards, where others do not. Not of a part."""
         if (places := self.reward_places) is None or self.reward_offsets is None:
             return self
         return LossTokens(
@@ -85,6 +87,7 @@ class LossTokens:
             self.reward_offsets,
             {name: column[places] for name, column in self.columns.items()},
             self.whole_lengths,
+            supports=self.reward_supports,
             sum_over_ranks=self.sum_over_ranks,
         )
 
@@ -136,7 +139,8 @@ class PointwiseLoss(ABC):
         """Loss and kept, as of any other loss."""
         loss, derivative, kept = self.with_derivative(logprobs.detach(), tokens)
         moved = (logprobs - logprobs.detach()).nan_to_num()  # 0, too, where a token has become impossible
-        return loss + derivative * moved, kept
+        largest = torch.finfo(derivative.dtype).max
+        return loss + derivative.clamp(-largest, largest) * moved, kept  # 0 times it is 0: a mask may reject the token
 
 
 class CandidateLoss(ABC):

@@ -30,7 +30,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from tailrace.models.heads import OutputHead
-from tailrace.training.losses import CandidateLoss, Loss, LossTokens, PointwiseLoss, candidates_of
+from tailrace.training.losses import CandidateComponent, Loss, LossTokens, PointwiseLoss, candidates_of
 from tailrace.training.losses.supports import TokenSupports
 
 GPU_CHUNK_BYTES = 256 << 20
@@ -57,7 +57,8 @@ class LossOutput(NamedTuple):
     logprobs: Tensor
     entropy: Tensor
     candidate_losses: Tensor
-    """What a loss of candidates says, neither multiplied nor divided by anything; 0 without one."""
+    """What a loss of candidates says, neither multiplied nor divided by anything; 0 without one, and of tokens without a
+    weight."""
 
 
 def chunk_tokens(vocabulary: int, device: torch.device, chunk_bytes: int | None = None) -> int:
@@ -166,7 +167,7 @@ def _apply_loss(
 class _JudgedCandidates:
     """What a loss of candidates says of tokens."""
 
-    loss: CandidateLoss
+    loss: CandidateComponent
     factor: float
     weights: Tensor | None
     tokens: LossTokens
@@ -185,11 +186,13 @@ class _JudgedCandidates:
         """Of the tokens of a chunk, by their `logits` [chunk, vocabulary] and log-sum-exps `normaliser` [chunk].
 
         Token ids of the candidates, [chunk, k], losses, [chunk], and derivatives by the candidates' log-probabilities,
-        [chunk, k]: 0 where there is no candidate, and any id.
+        [chunk, k]: 0 where there is no candidate, and any id; both 0 for tokens without a weight.
         """
         part = self.tokens.part(where)
         token_ids = self.loss.candidates(part).clamp(min=0)
-        return token_ids, *self.loss.with_derivatives(logits.gather(1, token_ids) - normaliser[:, None], part)
+        losses, slopes = self.loss.with_derivatives(logits.gather(1, token_ids) - normaliser[:, None], part)
+        weighs = self.loss.weighs(part)  # 0 times what is infinite is not 0
+        return token_ids, losses.where(weighs, 0.0), slopes.where(weighs[:, None], 0.0)
 
 
 class Products(Protocol):

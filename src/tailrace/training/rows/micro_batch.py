@@ -165,6 +165,7 @@ def _select_loss_tokens(row: BatchRow, positions: NDArray[np.int64], group: RowG
         reward_places=None if places is None else torch.from_numpy(places),
         reward_offsets=None if places is None else torch.from_numpy(own_edges),
         supports=_select_supports(row, positions),
+        reward_supports=None if places is None else _select_supports(row, positions[places]),
         sum_over_ranks=None if group is None else group.sum,
     )
 
