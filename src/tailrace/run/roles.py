@@ -179,7 +179,7 @@ def _make_trainer(
 
 async def _lead(role_settings: RoleSettings, ends: TrainerEnds, phases: PhaseRecorder | None, working: Working) -> None:
     """Train until the terminal record, which this writes on every way out."""
-    from tailrace.training.checkpoints.files import latest_checkpoint
+    from tailrace.training.checkpoints.files import latest_checkpoint, put_back
     from tailrace.training.leading import LeadingTrainer
     from tailrace.training.loop import TrainerPlan, run_trainer, told
     from tailrace.training.ranks import ALONE
@@ -187,6 +187,7 @@ async def _lead(role_settings: RoleSettings, ends: TrainerEnds, phases: PhaseRec
 
     settings, paths = role_settings.run, role_settings.paths
     try:
+        put_back(paths.checkpoints)
         newest = latest_checkpoint(paths.checkpoints) if settings.resume or role_settings.trainer_life else None
         if newest is not None:
             await asyncio.to_thread(_adopt_scheduler_state, paths, newest)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import random
 import resource
@@ -17,7 +18,7 @@ import xxhash
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tailrace.errors import CheckpointError
-from tailrace.training.checkpoints.files import latest_checkpoint, verify_checkpoint
+from tailrace.training.checkpoints.files import latest_checkpoint, put_back, verify_checkpoint
 from tailrace.training.settings.trainer import TrainerSettings
 from tailrace.training.trainer import Trainer
 from tests.training.tiny import build_batch
@@ -206,3 +207,44 @@ def test_only_the_newest_checkpoints_are_kept(model_folder: Path, tmp_path: Path
         trainer.save_checkpoint(tmp_path)
     kept = sorted(path.name for path in tmp_path.iterdir())
     assert kept == ["step_000000_of_somebody_else", "step_000003", "step_000004"]
+
+
+def test_a_folder_that_nothing_can_be_resumed_from_counts_for_none_of_those_that_are_kept(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    trainer = make_trainer(model_folder, keep_checkpoints=1)
+    train(trainer, range(1, 2))
+    of_another_version = trainer.save_checkpoint(tmp_path).rename(tmp_path / "step_000007")
+    manifest = of_another_version / "manifest.json"
+    manifest.write_text(manifest.read_text().replace("tailrace-checkpoint-2", "tailrace-checkpoint-3"))
+    train(trainer, range(2, 3))
+    path = trainer.save_checkpoint(tmp_path)
+    assert latest_checkpoint(tmp_path) == path
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["step_000002", "step_000007"]
+
+
+def test_a_checkpoint_that_was_being_replaced_is_put_back(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether its successor's renaming fails, or the process ends before it."""
+    trainer = make_trainer(model_folder)
+    train(trainer, range(1, 2))
+    path = trainer.save_checkpoint(tmp_path)
+    rename = Path.rename
+
+    def failing(self: Path, target: Path) -> Path:
+        if self.name == f".writing_{path.name}":
+            raise OSError(errno.EIO, "Input/output error")
+        return rename(self, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", failing)
+        with pytest.raises(CheckpointError, match="Input/output error"):
+            trainer.save_checkpoint(tmp_path)
+    assert latest_checkpoint(tmp_path) == path
+    verify_checkpoint(path)
+
+    path.rename(tmp_path / f".writing_{path.name}_replaced")
+    assert latest_checkpoint(tmp_path) is None
+    put_back(tmp_path)
+    assert latest_checkpoint(tmp_path) == path

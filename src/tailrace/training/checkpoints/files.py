@@ -14,6 +14,7 @@ are refused. Any number of ranks reads what any other number wrote.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -59,7 +60,7 @@ _FORMAT = "tailrace-checkpoint-2"
 _FIRST_FORMAT = "tailrace-checkpoint-1"
 """With the optimizer's whole state in `trainer.pt`. It is still read."""
 _STEP_FOLDER = re.compile(r"^step_(\d{6,})$")
-_TEMPORARY = ".writing_"
+_TEMPORARY, _REPLACED = ".writing_", "_replaced"
 
 _log = logging.getLogger(__name__)
 
@@ -111,6 +112,7 @@ class StagedCheckpoint:
         except (OSError, RuntimeError, SafetensorError, CheckpointException) as error:
             if self.ranks.rank == 0:
                 shutil.rmtree(self._temporary, ignore_errors=True)
+                put_back(self.folder)
             raise _not_written(self._final, error) from error
         return self._final
 
@@ -278,13 +280,31 @@ def prune_checkpoints(folder: Path, *, keep: int) -> None:
 
     Call it while none is being written.
     """
+    put_back(folder)
     for path in folder.glob(f"{_TEMPORARY}step_*"):
         shutil.rmtree(path, ignore_errors=True)
-    ours = [path for path in _step_folders(folder) if (path / MANIFEST).is_file()]
-    for path in ours[:-keep]:
+    for path in [path for path in _step_folders(folder) if _is_checkpoint(path)][:-keep]:
         # Without its manifest it is no checkpoint any more, whatever interrupts the deletion.
         (path / MANIFEST).unlink()
         shutil.rmtree(path, ignore_errors=True)
+
+
+def put_back(folder: Path) -> None:
+    """Rename back what a crash left of a checkpoint that was being replaced. Call it while none is being written."""
+    for path in folder.glob(f"{_TEMPORARY}step_*{_REPLACED}"):
+        final = folder / path.name.removeprefix(_TEMPORARY).removesuffix(_REPLACED)
+        if not final.exists():
+            with contextlib.suppress(OSError):
+                path.rename(final)
+
+
+def _is_checkpoint(path: Path) -> bool:
+    """Whether a run can be resumed from it, as far as its manifest says: no other counts among those that are kept."""
+    try:
+        read_manifest(path)
+    except CheckpointError:
+        return False
+    return True
 
 
 def _begin(folder: Path, step: int) -> None:
@@ -319,7 +339,7 @@ def _load_weights(model: PreTrainedModel, saved: Mapping[str, Tensor]) -> None:
 
 def _publish(temporary: Path, final: Path) -> None:
     """Rename a complete checkpoint; one of the same step (from before a resume) is replaced."""
-    replaced = temporary.with_name(f"{temporary.name}_replaced")
+    replaced = temporary.with_name(f"{temporary.name}{_REPLACED}")
     shutil.rmtree(replaced, ignore_errors=True)
     if final.exists():
         final.rename(replaced)
@@ -368,7 +388,7 @@ def _set_randomness(state: dict[str, Any]) -> None:
     np.random.set_state((name, keys.numpy(), position, has_gauss, cached))
     torch.set_rng_state(state["torch"])
     if state["cuda"] and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(state["cuda"])
+        torch.cuda.set_rng_state_all(state["cuda"][: torch.cuda.device_count()])
 
 
 def _not_written(final: Path, error: BaseException) -> CheckpointError:
