@@ -57,8 +57,8 @@ class LossOutput(NamedTuple):
     logprobs: Tensor
     entropy: Tensor
     candidate_losses: Tensor
-    """What a loss of candidates says, neither multiplied nor divided by anything; 0 without one, and of tokens without a
-    weight."""
+    """What a loss of candidates says, neither multiplied nor divided by anything. 0 without one, and for tokens without
+    a weight."""
 
 
 def chunk_tokens(vocabulary: int, device: torch.device, chunk_bytes: int | None = None) -> int:
