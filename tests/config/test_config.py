@@ -179,7 +179,9 @@ def test_contradictions_say_what_to_write_instead(overrides: list[str], message:
 
 
 def test_weights_are_transferred_between_gpus() -> None:
-    assert load_settings("quickstart", [*TRANSFERRED, *ON_GPUS]).transport.weights == "nccl"
+    for placement in ("local", "ray"):
+        overrides = [*TRANSFERRED, *ON_GPUS, "--placement", placement]
+        assert load_settings("quickstart", overrides).transport.weights == "nccl"
 
 
 def test_every_contradiction_is_told_where_it_stands(write) -> None:  # type: ignore[no-untyped-def]

@@ -406,7 +406,6 @@ def _ray(settings: RunSettings) -> Iterator[Contradiction]:
     refused = {
         "transport.batches": (memory, f"= {transport.batches!r} stays on one node"),
         "transport.redis.start": (transport.redis.start, "starts a Redis that only this machine reaches"),
-        "transport.weights": (transport.weights == "nccl", "= 'nccl' is between GPUs of one machine"),
         "trainer.feed": (trainer.feed == "stream", "= 'stream' has no trainer of the run's own"),
         "trainer.devices": (trainer.devices is not None, "names GPUs of one machine"),
         "generator.devices": (generator.devices is not None, "names GPUs of one machine"),
@@ -471,7 +470,7 @@ def _weight_transfer(settings: RunSettings) -> Iterator[Contradiction]:
     for key, reason in reasons.items():
         if reason:
             yield Contradiction(
-                "transport.weights = 'nccl' sends weights from the trainer's GPU to vLLM's own on this host, and "
+                "transport.weights = 'nccl' sends weights from the trainer's GPU to those of the run's own vLLM, and "
                 f"{reason}: leave it out",
                 *("transport.weights", key),
             )

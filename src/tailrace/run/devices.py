@@ -19,6 +19,7 @@ def role_devices(settings: RunSettings) -> dict[str, tuple[str, ...]]:
     """Ids of GPUs by role, for roles that need any. May ask the driver, for seconds. Raises `SettingsError`."""
     launcher = launcher_class(settings.placement)
     if launcher.finds_devices:
+        _require_transfer(settings, {})
         return {}
     pool = launcher.devices()
     needs = _needs(settings, pool)

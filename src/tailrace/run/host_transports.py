@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TypedDict
+from urllib.parse import urlsplit
 
 import msgspec
 import zmq.asyncio
@@ -56,6 +57,7 @@ from tailrace.transport.weights.stores import (
     SharedMemoryModelStateDictStore,
     remove_published,
 )
+from tailrace.transport.weights.transfer_sockets import TransferPlace
 from tailrace.transport.weights.transfers import TransferReceiver, TransferringModelStateDictStore
 
 REDIS = "redis"
@@ -129,12 +131,12 @@ class HostTransports(Transports):
 
     @override
     @asynccontextmanager
-    async def trainer(self, rank: int = 0) -> AsyncIterator[TrainerEnds]:
-        for address in (self.where.events, rank_address(self.where.batches, rank)):
-            require_listener(address)
+    async def trainer(self, rank: int = 0, address: str = "") -> AsyncIterator[TrainerEnds]:
+        for asked in (self.where.events, rank_address(self.where.batches, rank)):
+            require_listener(asked)
         log = self._log_client(rank)
         batches = self._batch_receiver(rank)
-        store = self._published(rank)
+        store = self._published(rank, address)
         payloads = self._payload_store()
         try:
             yield TrainerEnds(log, batches, store, payloads)
@@ -173,16 +175,25 @@ class HostTransports(Transports):
     def _transfers_weights(self) -> bool:
         return self._settings.transport.weights == "nccl"
 
-    def _published(self, rank: int) -> ModelStateDictStore:
+    def _published(self, rank: int, address: str) -> ModelStateDictStore:
         """Where the trainer publishes."""
         if self._transfers_weights and rank == 0:
-            return TransferringModelStateDictStore(self._shared_memory, self._settings.trainer.collective_timeout_s)
+            place, deadline_s = self._transfer_place(address), self._settings.trainer.collective_timeout_s
+            return TransferringModelStateDictStore(place, deadline_s)
         return SharedMemoryModelStateDictStore(self._shared_memory)
 
     def _opened(self) -> SharedMemoryModelStateDictStore | TransferReceiver:
         """Where generators open what is published."""
-        kind = TransferReceiver if self._transfers_weights else SharedMemoryModelStateDictStore
-        return kind(self._shared_memory)
+        if self._transfers_weights:
+            return TransferReceiver(self._transfer_place())
+        return SharedMemoryModelStateDictStore(self._shared_memory)
+
+    def _transfer_place(self, address: str = "") -> TransferPlace:
+        """`address` is where the trainer's role may listen: its host is its node's where roles are on several."""
+        if self.where.keys is None:
+            return TransferPlace(self._shared_memory)
+        host = urlsplit(address).hostname or ""
+        return TransferPlace(self._shared_memory, host, self.where.keys.derived("weight transfers"))
 
     @property
     def _batches(self) -> BatchTransport | None:

@@ -48,7 +48,7 @@ class MemoryTransports(Transports):
 
     @override
     @asynccontextmanager
-    async def trainer(self, rank: int = 0) -> AsyncIterator[TrainerEnds]:
+    async def trainer(self, rank: int = 0, address: str = "") -> AsyncIterator[TrainerEnds]:
         # Two threads that import transformers at once find it half imported, and two that load models break it.
         await wait_until(self._changed, lambda: self._has_built and not self._unbuilt)
         yield TrainerEnds(self._log, self._batches.receiver(rank), self.store, self._payloads)

@@ -95,22 +95,27 @@ async def trainer(role: Role) -> None:
     if role.has_own_process:
         importlib.import_module("tailrace.training.leading")  # takes seconds, before anybody watches the loop
     async with _observed(role, role_settings) as phases:
-        await train_rank(role_settings, rank, phases=phases, on_ready=role.ready, working=role.working)
+        await train_rank(
+            role_settings, rank, address=role.address, phases=phases, on_ready=role.ready, working=role.working
+        )
 
 
 async def train_rank(
     role_settings: RoleSettings,
     rank: int,
     *,
+    address: str = "",
     phases: PhaseRecorder | None = None,
     on_ready: Callable[[], None] = lambda: None,
     working: Working = nullcontext,
 ) -> None:
     """All that one rank of the trainer does, however its process was started: rank 0 leads, the others follow.
 
+    `address` is where its role may listen.
+
     Ends when the event log does: by then the terminal record was read. Raises what failed in this rank.
     """
-    async with role_settings.transports().trainer(rank) as ends:
+    async with role_settings.transports().trainer(rank, address) as ends:
         over = asyncio.create_task(_end_of(ends.log), name="end of the event log")
         on_ready()
         try:

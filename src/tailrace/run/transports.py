@@ -60,8 +60,8 @@ class Transports(ABC):
     """Makes every role's ends, as one run's settings ask. Use it on a running event loop."""
 
     @abstractmethod
-    def trainer(self, rank: int = 0) -> AbstractAsyncContextManager[TrainerEnds]:
-        """The ends of one rank of the trainer, for as long as it runs."""
+    def trainer(self, rank: int = 0, address: str = "") -> AbstractAsyncContextManager[TrainerEnds]:
+        """The ends of one rank of the trainer, for as long as it runs; `address` is its role's."""
 
     @abstractmethod
     async def serve_generator(self, role: Role, make_generator: MakeGenerator) -> None:

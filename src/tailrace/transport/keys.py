@@ -4,6 +4,7 @@ machine: anybody who reaches a generator can use it and change its weights.
 
 from __future__ import annotations
 
+import hmac
 import ipaddress
 import os
 from collections.abc import Callable
@@ -44,6 +45,10 @@ class CurveKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Fresh ones."""
         pairs = (*zmq.curve_keypair(), *zmq.curve_keypair())
         return cls(*(key.decode() for key in pairs))
+
+    def derived(self, purpose: str) -> bytes:
+        """A secret that both ends can make, for connections that are not ZMQ's."""
+        return hmac.digest(self.server_secret.encode(), purpose.encode(), "sha256")
 
     def apply_to_server(self, socket: zmq.Socket[Any]) -> None:
         """Before it binds. Only holders of the client's key are let in once its context is guarded (`guard_all`)."""

@@ -82,7 +82,7 @@ class TransportSettings(BaseModel):
         description="How new weights go to generators of other hosts (generator.connect). deltas: what changed since"
         " those that a generator has, bit for bit, where that is much shorter. whole: all of them. Unset: deltas. And"
         " to this run's own generators: nccl sends them from the trainer's GPU to vLLM's, by vLLM's weight transfer;"
-        " unset: through shared memory",
+        " unset: through shared memory, or, with placement = ray, as files in the run's folder",
     )
     payload_folder: str | None = Field(
         default=None,

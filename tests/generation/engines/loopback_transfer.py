@@ -27,6 +27,7 @@ BROKEN = "a.weight.that.breaks.vllm"
 
 @dataclass
 class LoopbackInit(WeightTransferInitInfo):  # type: ignore[misc]
+    host: str
     port: int
     world_size: int
 
@@ -41,6 +42,7 @@ class LoopbackUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
 @dataclass
 class LoopbackTrainerInit(TrainerInitInfo):  # type: ignore[misc]
     backend: ClassVar[str] = BACKEND
+    host: str
     port: int
     world_size: int
 
@@ -52,7 +54,7 @@ class LoopbackEngine(WeightTransferEngine):  # type: ignore[misc]
     update_info_cls = LoopbackUpdate
 
     def init_transfer_engine(self, init_info: LoopbackInit) -> None:
-        self.store = TCPStore("127.0.0.1", init_info.port, is_master=False)
+        self.store = TCPStore(init_info.host, init_info.port, is_master=False)
 
     def start_weight_update(self) -> None:
         initialize_layerwise_reload(self.model)
@@ -89,8 +91,8 @@ class LoopbackTrainer(TrainerWeightTransferEngine[LoopbackTrainerInit]):  # type
     ) -> Self:
         group = cls(client=client, source=source)
         group.world_size = init_info.world_size
-        group.store = TCPStore("127.0.0.1", init_info.port, is_master=True, wait_for_workers=False)
-        client.init_weight_transfer_engine({"port": init_info.port, "world_size": init_info.world_size})
+        group.store = TCPStore(init_info.host, init_info.port, is_master=True, wait_for_workers=False)
+        client.init_weight_transfer_engine(asdict(LoopbackInit(init_info.host, init_info.port, init_info.world_size)))
         cls.groups.append(group)
         return group
 
@@ -107,9 +109,9 @@ class LoopbackTrainer(TrainerWeightTransferEngine[LoopbackTrainerInit]):  # type
         self.ended = True
 
 
-def init_info(world_size: int) -> LoopbackTrainerInit:
+def init_info(host: str, world_size: int) -> LoopbackTrainerInit:
     """Of a group at a free port."""
-    return LoopbackTrainerInit(free_port(), world_size, rank=0)
+    return LoopbackTrainerInit(host, free_port(host), world_size, rank=0)
 
 
 def register() -> None:

@@ -7,6 +7,7 @@ import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,7 @@ from tailrace.transport.redis.channels import RedisPlace
 from tailrace.transport.redis.sample_sender import RedisSampleSender
 from tailrace.transport.redis.streams import Origin
 from tailrace.transport.weights import outside
+from tailrace.transport.weights.transfer_sockets import TransferPlace
 from tailrace.transport.weights.transfers import TransferReceiver, TransferringModelStateDictStore
 from tests.generation.engine_kinds import require_vllm_installed
 from tests.generation.engine_support import SHAPE, Driver, greedy_reference, request
@@ -82,28 +84,28 @@ def core(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InprocClient]:
 
 
 @pytest.fixture
-def sockets() -> Iterator[Path]:
-    """A folder with a path short enough for sockets."""
+def place() -> Iterator[TransferPlace]:
+    """With a path short enough for sockets."""
     folder = create_socket_folder()
-    yield folder
+    yield TransferPlace(folder)
     shutil.rmtree(folder)
 
 
 @pytest.fixture
-def store(sockets: Path) -> Iterator[TransferringModelStateDictStore]:
+def store(place: TransferPlace) -> Iterator[TransferringModelStateDictStore]:
     from tests.generation.engines.loopback_transfer import init_info
 
-    store = TransferringModelStateDictStore(sockets, DEADLINE_S, init_info)
+    store = TransferringModelStateDictStore(place, DEADLINE_S, init_info)
     yield store
     store.close()
     store.close()
 
 
 def test_an_engine_is_sent_each_version_between_its_steps(
-    core: InprocClient, store: TransferringModelStateDictStore, sockets: Path, groups: list[LoopbackTrainer]
+    core: InprocClient, store: TransferringModelStateDictStore, place: TransferPlace, groups: list[LoopbackTrainer]
 ) -> None:
     engine = VllmEngine(core)
-    with closing(TransferReceiver(sockets)) as receiver:
+    with closing(TransferReceiver(place)) as receiver:
         for version in (1, 2, 3):
             with receiver.open(store.publish(weights(version), version)) as offered:
                 assert offered.version == version
@@ -115,12 +117,27 @@ def test_an_engine_is_sent_each_version_between_its_steps(
     assert [group.world_size for group in groups] == [2]  # one for all versions
 
 
+def test_an_engine_on_another_host_is_sent_weights_over_the_address_of_the_trainers(
+    core: InprocClient, place: TransferPlace
+) -> None:
+    from tests.generation.engines.loopback_transfer import init_info
+
+    engine, trainers = VllmEngine(core), replace(place, host="127.0.0.1", key=b"the run's")
+    with closing(TransferringModelStateDictStore(trainers, DEADLINE_S, init_info)) as store:
+        ref = store.publish(weights(6), 6)
+        assert ref.uri.startswith("tcp://127.0.0.1:")
+        with closing(TransferReceiver(replace(place, key=b"the run's"))) as receiver, receiver.open(ref) as offered:
+            engine.load_model_state_dict(engine.prepare(offered), offered.version)
+    (completed,) = Driver(engine).run(request("six", [1, 2, 3], temperature=0, max_tokens=8))
+    assert completed.token_ids.tolist() == greedy_reference(model(6), [1, 2, 3], 8)
+
+
 def test_what_was_lent_is_what_is_sent_though_newer_weights_were_published(
-    core: InprocClient, store: TransferringModelStateDictStore, sockets: Path
+    core: InprocClient, store: TransferringModelStateDictStore, place: TransferPlace
 ) -> None:
     engine = VllmEngine(core)
     ref = store.publish(weights(4), 4)
-    with closing(TransferReceiver(sockets)) as receiver:
+    with closing(TransferReceiver(place)) as receiver:
         with receiver.open(ref) as offered:
             prepared = engine.prepare(offered)
             store.publish(weights(5), 5)
@@ -132,10 +149,10 @@ def test_what_was_lent_is_what_is_sent_though_newer_weights_were_published(
 
 
 def test_weights_of_another_model_are_refused_before_anything_is_sent(
-    core: InprocClient, store: TransferringModelStateDictStore, sockets: Path, groups: list[LoopbackTrainer]
+    core: InprocClient, store: TransferringModelStateDictStore, place: TransferPlace, groups: list[LoopbackTrainer]
 ) -> None:
     engine = VllmEngine(core)
-    with closing(TransferReceiver(sockets)) as receiver:
+    with closing(TransferReceiver(place)) as receiver:
         other = {**weights(1), "model.norm.weight": torch.ones(3)}
         with pytest.raises(ModelError, match=r"model\.norm\.weight"), receiver.open(store.publish(other, 1)) as offered:
             engine.prepare(offered)
@@ -145,7 +162,7 @@ def test_weights_of_another_model_are_refused_before_anything_is_sent(
 
 
 def test_an_engine_that_fails_in_the_middle_ends_its_group_and_no_other(
-    core: InprocClient, store: TransferringModelStateDictStore, sockets: Path, groups: list[LoopbackTrainer]
+    core: InprocClient, store: TransferringModelStateDictStore, place: TransferPlace, groups: list[LoopbackTrainer]
 ) -> None:
     engine = VllmEngine(core)
     ref = store.publish(weights(1), 1)
@@ -154,7 +171,7 @@ def test_an_engine_that_fails_in_the_middle_ends_its_group_and_no_other(
         if method == "update_weights":
             raise MemoryError("no room")
 
-    with closing(TransferReceiver(sockets)) as broken, closing(TransferReceiver(sockets)) as receiver:
+    with closing(TransferReceiver(place)) as broken, closing(TransferReceiver(place)) as receiver:
         with pytest.raises(TransportError, match="update_weights: MemoryError: no room"), broken.open(ref) as offered:
             offered.receive(2, fails)
         with receiver.open(ref) as offered:
@@ -163,9 +180,9 @@ def test_an_engine_that_fails_in_the_middle_ends_its_group_and_no_other(
 
 
 def test_a_generator_that_dies_in_the_middle_ends_the_broadcast_to_it(
-    store: TransferringModelStateDictStore, sockets: Path, groups: list[LoopbackTrainer]
+    store: TransferringModelStateDictStore, place: TransferPlace, groups: list[LoopbackTrainer]
 ) -> None:
-    receiver = TransferReceiver(sockets)
+    receiver = TransferReceiver(place)
 
     def dies(method: str, _: object) -> None:
         if method == "update_weights":
@@ -180,12 +197,12 @@ def test_a_generator_that_dies_in_the_middle_ends_the_broadcast_to_it(
 
 
 def test_a_trainer_that_is_gone_is_told_to_the_engine(
-    core: InprocClient, store: TransferringModelStateDictStore, sockets: Path
+    core: InprocClient, store: TransferringModelStateDictStore, place: TransferPlace
 ) -> None:
     ref = store.publish(weights(1), 1)
     store.close()
     with (
-        closing(TransferReceiver(sockets)) as receiver,
+        closing(TransferReceiver(place)) as receiver,
         pytest.raises(TransportError, match="weights are not offered"),
         receiver.open(ref),
     ):
@@ -195,14 +212,14 @@ def test_a_trainer_that_is_gone_is_told_to_the_engine(
 def test_an_engine_that_fails_to_install_what_it_was_sent_has_failed(
     core: InprocClient,
     store: TransferringModelStateDictStore,
-    sockets: Path,
+    place: TransferPlace,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from tests.generation.engines.loopback_transfer import LoopbackEngine
 
     engine = VllmEngine(core)
     monkeypatch.setattr(LoopbackEngine, "receive_weights", lambda *_: 1 / 0)
-    with closing(TransferReceiver(sockets)) as receiver, receiver.open(store.publish(weights(9), 9)) as offered:
+    with closing(TransferReceiver(place)) as receiver, receiver.open(store.publish(weights(9), 9)) as offered:
         prepared = engine.prepare(offered)
         with pytest.raises(EngineFailed, match="division by zero"):
             engine.load_model_state_dict(prepared, 9)
@@ -220,7 +237,7 @@ class Scheduler:
 
 @needs_redis
 async def test_an_engine_is_sent_the_weights_of_a_trainer_outside_that_goes_on_with_its_tensors(
-    core: InprocClient, sockets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    core: InprocClient, place: TransferPlace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from tests.generation.engines.loopback_transfer import init_info
 
@@ -228,7 +245,7 @@ async def test_an_engine_is_sent_the_weights_of_a_trainer_outside_that_goes_on_w
     received = threading.Event()
 
     def train(url: str) -> None:
-        with Feed(FeedPlace(url, "run", transfers=str(sockets))) as feed:
+        with Feed(FeedPlace(url, "run", transfers=str(place.folder))) as feed:
             tensors = weights(7)
             feed.step_done(1, [], weights=tensors)
             for tensor in tensors.values():
@@ -242,7 +259,7 @@ async def test_an_engine_is_sent_the_weights_of_a_trainer_outside_that_goes_on_w
         training = asyncio.create_task(asyncio.to_thread(train, server.url))
         async for event in log.follow():
             if isinstance(event, ModelStateDictPublished):
-                await asyncio.to_thread(install, core, sockets, event.ref)
+                await asyncio.to_thread(install, core, place, event.ref)
                 received.set()
             elif isinstance(event, TrainerEnded):
                 assert event.status is RunStatus.FINISHED
@@ -254,7 +271,7 @@ async def test_an_engine_is_sent_the_weights_of_a_trainer_outside_that_goes_on_w
     assert completed.token_ids.tolist() == greedy_reference(model(7), [1, 2, 3], 8)
 
 
-def install(core: InprocClient, sockets: Path, ref: ModelStateDictRef) -> None:
+def install(core: InprocClient, place: TransferPlace, ref: ModelStateDictRef) -> None:
     engine = VllmEngine(core)
-    with closing(TransferReceiver(sockets)) as receiver, receiver.open(ref) as offered:
+    with closing(TransferReceiver(place)) as receiver, receiver.open(ref) as offered:
         engine.load_model_state_dict(engine.prepare(offered), offered.version)

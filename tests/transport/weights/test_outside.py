@@ -11,6 +11,7 @@ import pytest
 from tailrace.errors import CorruptData, SettingsError
 from tailrace.records import ModelStateDictRef, WeightsWritten
 from tailrace.transport.weights.outside import WeightTeller
+from tailrace.transport.weights.transfer_sockets import TransferPlace
 from tailrace.transport.weights.transfers import TransferReceiver
 
 
@@ -40,7 +41,7 @@ def test_without_vllm_tensors_cannot_be_sent(tmp_path: Path, monkeypatch: pytest
 def test_a_reference_that_leaves_the_run_s_folder_is_refused(tmp_path: Path, uri: str) -> None:
     ref = ModelStateDictRef(version=1, uri=uri, num_bytes=0)
     with (
-        closing(TransferReceiver(tmp_path)) as receiver,
+        closing(TransferReceiver(TransferPlace(tmp_path))) as receiver,
         pytest.raises(CorruptData, match="names no socket of its folder"),
         receiver.open(ref),
     ):

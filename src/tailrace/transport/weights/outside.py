@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from tailrace.errors import SettingsError
 from tailrace.records import WeightsOffered, WeightsWritten
+from tailrace.transport.weights.transfer_sockets import TransferPlace
 from tailrace.transport.weights.transfers import TransferringModelStateDictStore, nccl_init_info
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ class WeightTeller:
                 "transport.weights = \"nccl\" sends weights by the trainer's side of vLLM's own transfer: install the "
                 "vllm of the run's generators in this environment too, or leave weights in a folder"
             )
-        return TransferringModelStateDictStore(Path(self._transfers), _CALL_S, nccl_init_info)
+        return TransferringModelStateDictStore(TransferPlace(Path(self._transfers)), _CALL_S, nccl_init_info)
 
 
 def _copied(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

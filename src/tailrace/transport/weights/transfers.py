@@ -6,28 +6,28 @@
                                      finish_weight_update ─► Sent                               between two steps
 
 Every generator has a group of its own with the trainer: one that comes late, or dies, concerns no other. Whoever fails
-or is gone ends that group, so that no broadcast waits for it. What is connected is a socket in the run's own folder.
+or is gone ends that group, so that no broadcast waits for it. What is connected are `transfer_sockets`.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from multiprocessing.connection import Client, Connection, Listener
-from pathlib import Path
+from contextlib import contextmanager
+from functools import partial
+from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
 from typing_extensions import override
 
-from tailrace.errors import CorruptData, TransportError
+from tailrace.errors import TransportError
 from tailrace.free_ports import free_port
 from tailrace.guards import guarded
 from tailrace.records import ModelStateDictRef
-from tailrace.transport.weights.stores import PUBLISHED_FILE, ModelStateDict, ModelStateDictStore
+from tailrace.transport.weights.stores import ModelStateDict, ModelStateDictStore
+from tailrace.transport.weights.transfer_sockets import TransferListener, TransferPlace, as_transport_error, connect
 
 if TYPE_CHECKING:
     import torch
@@ -35,8 +35,9 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-MakeInitInfo: TypeAlias = "Callable[[int], TrainerInitInfo]"
-"""What vLLM's trainer side is made of, for a group of so many processes. Its `backend` is the engine's."""
+MakeInitInfo: TypeAlias = "Callable[[str, int], TrainerInitInfo]"
+"""What vLLM's trainer side is made of, for a group of so many processes that meets at this host, the trainer's. Its
+`backend` is the engine's."""
 Answer: TypeAlias = Callable[[str, "dict[str, Any] | None"], None]
 """Calls a method of vLLM's weight transfer on all workers of an engine, with its argument where it has one."""
 
@@ -74,11 +75,11 @@ _Message: TypeAlias = _Open | _Lent | _Send | _Call | _Done
 _MESSAGES: msgspec.msgpack.Decoder[_Message] = msgspec.msgpack.Decoder(_Message)
 
 
-def nccl_init_info(world_size: int) -> TrainerInitInfo:
-    """Of vLLM's NCCL backend, between GPUs of one host, at a port of its own."""
+def nccl_init_info(host: str, world_size: int) -> TrainerInitInfo:
+    """Of vLLM's NCCL backend, at a port of its own."""
     from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
-    return NCCLTrainerInitInfo("127.0.0.1", free_port(), world_size, rank=0, packed_buffer_size_bytes=_BUFFER_BYTES)
+    return NCCLTrainerInitInfo(host, free_port(host), world_size, rank=0, packed_buffer_size_bytes=_BUFFER_BYTES)
 
 
 class TransferringModelStateDictStore(ModelStateDictStore):
@@ -86,14 +87,12 @@ class TransferringModelStateDictStore(ModelStateDictStore):
 
     keeps_tensors = True
 
-    def __init__(self, folder: Path, deadline_s: float, make_init_info: MakeInitInfo = nccl_init_info) -> None:
-        """`deadline_s` is how long a generator may take for one call."""
+    def __init__(self, place: TransferPlace, deadline_s: float, make_init_info: MakeInitInfo = nccl_init_info) -> None:
+        """`deadline_s` is how long a generator may take for one call. Raises `TransportError`."""
         self._deadline_s, self._make_init_info = deadline_s, make_init_info
-        self._path = folder / f"{PUBLISHED_FILE}{os.getpid()}-transfer"
-        with _told(f"weights cannot be offered at {self._path}"):
-            self._listener = Listener(str(self._path), family="AF_UNIX", backlog=64)
+        self._host = place.host or "127.0.0.1"
+        self._listener = TransferListener(place)
         self._newest: ModelStateDict | None = None
-        self._closed = False
         threading.Thread(target=self._accept, name="weight transfers", daemon=True).start()
 
     @override
@@ -101,7 +100,7 @@ class TransferringModelStateDictStore(ModelStateDictStore):
         """Keep the tensors themselves until newer ones come and no generator receives them any more."""
         self._newest = ModelStateDict(tensors, version)
         num_bytes = sum(tensor.nbytes for tensor in tensors.values())
-        return ModelStateDictRef(version=version, uri=self._path.name, num_bytes=num_bytes)
+        return ModelStateDictRef(version=version, uri=self._listener.uri, num_bytes=num_bytes)
 
     @override
     def open(self, ref: ModelStateDictRef) -> Any:
@@ -109,33 +108,24 @@ class TransferringModelStateDictStore(ModelStateDictStore):
 
     @override
     def close(self) -> None:
-        if not self._closed:
-            self._closed = True
-            with suppress(OSError), Client(str(self._path), family="AF_UNIX"):
-                pass  # wakes whoever accepts
-            self._listener.close()
-            self._newest = None
+        self._listener.close()
+        self._newest = None
 
     def _accept(self) -> None:
-        while True:
-            try:
-                connection = self._listener.accept()
-            except OSError:
-                return
-            if self._closed:
-                return
+        while (connection := self._listener.accept()) is not None:
             threading.Thread(target=self._serve, args=(connection,), name="weight transfer", daemon=True).start()
 
     def _serve(self, connection: Connection) -> None:
         """One generator, until it leaves or fails."""
         generator = _Generator(connection, self._deadline_s)
         try:
+            self._listener.admit(connection)
             while True:
                 match _receive(connection):
                     case _Open(version=version):
                         generator.lend(self._newest, version)
                     case _Send(workers=workers):
-                        generator.send(workers, self._make_init_info)
+                        generator.send(workers, partial(self._make_init_info, self._host))
                     case other:
                         raise _out_of_turn(other)
         except TransportError as error:
@@ -161,7 +151,7 @@ class _Generator:
         tensors = [(meta.name, str(meta.dtype), meta.shape) for meta in self.metadata()]
         _send(self._connection, _Lent(newest.version, tensors))
 
-    def send(self, workers: int, make_init_info: MakeInitInfo) -> None:
+    def send(self, workers: int, make_init_info: Callable[[int], TrainerInitInfo]) -> None:
         """Send what was lent, to so many workers. Raises `TransportError` once the generator was told of a failure."""
         from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
 
@@ -253,8 +243,8 @@ class OfferedModelStateDict(ModelStateDict):
 class TransferReceiver:
     """A generator's end. One model state dict at a time; safe in one thread after the other."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, place: TransferPlace) -> None:
+        self._place = place
         self._connections: dict[str, Connection] = {}
 
     @contextmanager
@@ -278,11 +268,8 @@ class TransferReceiver:
 
     def _connected(self, uri: str) -> Connection:
         if uri not in self._connections:
-            if not uri or Path(uri).name != uri or not uri.isprintable():
-                raise CorruptData(f"a model state dict's reference names no socket of its folder: {uri[:200]!r}")
             self.close()  # an earlier life of the trainer's
-            with _told(f"weights are not offered at {self._folder / uri}"):
-                self._connections[uri] = Client(str(self._folder / uri), family="AF_UNIX")
+            self._connections[uri] = connect(self._place, uri)
         return self._connections[uri]
 
 
@@ -296,13 +283,13 @@ def _use_device_of(tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def _send(connection: Connection, message: _Message) -> None:
-    with _told("the other end of a weight transfer is gone"):
+    with as_transport_error("the other end of a weight transfer is gone"):
         connection.send_bytes(msgspec.msgpack.encode(message))
 
 
 def _receive(connection: Connection, deadline_s: float | None = None) -> _Message:
     """The next message. Raises `TransportError`, past the deadline, too."""
-    with _told("the other end of a weight transfer is gone"):
+    with as_transport_error("the other end of a weight transfer is gone"):
         if not connection.poll(deadline_s):
             raise TransportError(f"a generator took more than {deadline_s:g} s for a call of a weight transfer")
         received = connection.recv_bytes()
@@ -312,11 +299,3 @@ def _receive(connection: Connection, deadline_s: float | None = None) -> _Messag
 
 def _out_of_turn(message: _Message) -> TransportError:
     return TransportError(f"an end of a weight transfer said {type(message).__name__} out of turn")
-
-
-@contextmanager
-def _told(what: str) -> Iterator[None]:
-    try:
-        yield
-    except (EOFError, OSError) as error:
-        raise TransportError(f"{what}: {str(error) or type(error).__name__}") from error
