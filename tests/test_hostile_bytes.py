@@ -274,7 +274,9 @@ def agent_worker_reports(folder: Path) -> Reader:
             placed=None,
             turns=1,
             truncated=False,
-            told=agents.pack_told(agents.Told([{"role": "user", "content": "x"}], {"s": 0.1}, result, result)),
+            report=agents.pack_rollout_report(
+                agents.RolloutReport([{"role": "user", "content": "x"}], {"s": 0.1}, result, result)
+            ),
             failure=agents.Failure("JudgeFailed", "away", "other", may_pass=True),
         ),
         agents.Ready(thread_id=1, not_loaded={"words": agents.Failure("SettingsError", "no")}),
@@ -288,7 +290,7 @@ def agent_worker_reports(folder: Path) -> Reader:
         if isinstance(report, agents.Played):
             for data in report.branches:
                 data.branch()
-            agents.unpack_told(report.told)
+            agents.unpack_rollout_report(report.report)
             if report.failure is not None:
                 assert isinstance(report.failure.error(), TailraceError)
 

@@ -539,7 +539,7 @@ class Environments:
         from tailrace.environments.installed import install, pinned
 
         _refuse(overrides)
-        install(pinned(self.requirement), self.packages, say=_print)
+        install(pinned(self.requirement), self.packages, report_progress=_print)
         return 0
 
 

@@ -35,7 +35,7 @@ from tailrace.records import (
 from tailrace.transport.redis.connection import with_password
 from tailrace.transport.redis.feed_place import FeedPlace
 from tailrace.transport.redis.sample_receiver import RedisSampleReceiver
-from tailrace.transport.weights.outside import OutsideWeights, WeightTeller
+from tailrace.transport.weights.outside import OutsideWeights, WeightAnnouncer
 
 __all__ = ["Denominators", "Feed", "FeedPlace", "StreamedSample", "denominators"]
 
@@ -69,8 +69,8 @@ class Feed:
 
         Raises what `RedisSampleReceiver` does, and `DataError` for a folder that does not tell of a feed.
         """
-        place = where if isinstance(where, FeedPlace) else FeedPlace.told_in(where, patience_s)
-        self._name, self._leads, self._weights = f"rank-{rank}", rank == 0, WeightTeller(place.transfers)
+        place = where if isinstance(where, FeedPlace) else FeedPlace.announcement_file(where, patience_s)
+        self._name, self._leads, self._weights = f"rank-{rank}", rank == 0, WeightAnnouncer(place.transfers)
         url = with_password(place.url)
         self._end = RedisSampleReceiver(url, place.run, self._name, prefix=place.prefix, patience_s=patience_s)
         try:
@@ -119,8 +119,8 @@ class Feed:
         """
         version, ids = step if version is None else version, _ids(samples)
         self._tell_weights(version, weights)
-        told = StepDone(consumer=self._name, step=step, version=version, sample_ids=ids, metrics=dict(metrics or {}))
-        self._end.report(told)
+        done = StepDone(consumer=self._name, step=step, version=version, sample_ids=ids, metrics=dict(metrics or {}))
+        self._end.report(done)
 
     def _tell_weights(self, version: int, weights: OutsideWeights | None) -> None:
         if weights is not None:

@@ -15,7 +15,7 @@ import pytest
 
 from tailrace.config.gateway import GatewaySettings
 from tailrace.environments import Offer, brought_tasks
-from tailrace.environments.rows import BroughtRow
+from tailrace.environments.rows import ClientRow
 from tailrace.errors import ClientLost, RolloutTimeout, WorkerLost
 from tailrace.free_ports import free_port
 from tailrace.gateway import Gateway
@@ -153,7 +153,7 @@ async def test_a_worker_that_dies_costs_its_rollouts_and_their_clients_are_told(
 async def test_a_task_that_a_client_brings_is_that_of_the_whole_group(renderer: ChatRenderer) -> None:
     async with elsewhere(renderer, "brought") as here:
         row = brought_tasks("behave")[0]
-        assert isinstance(row, BroughtRow)
+        assert isinstance(row, ClientRow)
         running = [here.run.begin(name="brought", replies=["yes"], row=row) for _ in range(2)]
         claimed = [await here.claim(task={"behave": "mine"}), await here.claim()]
         assert [one["task"] for one in claimed] == [{"behave": "mine"}] * 2

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from tailrace.run.host_transports import HostTransports, Whereabouts
+from tailrace.run.host_transports import HostTransports, TransportAddresses
 from tailrace.transport.keys import CurveKeys
 from tests.run.runs import tiny_settings
 
@@ -14,7 +14,7 @@ ON_GPUS = ("--trainer.device", "cuda", "--generator.engine", "vllm", "--transpor
 
 
 async def test_weights_between_gpus_are_asked_for_at_the_address_of_the_trainers_node(tmp_path: Path) -> None:
-    where = Whereabouts(
+    where = TransportAddresses(
         epoch="epoch",
         events="tcp://127.0.0.1:1",
         batches="tcp://127.0.0.1:2",

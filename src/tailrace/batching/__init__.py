@@ -5,7 +5,7 @@ computed once, here. Pure functions, O(samples): nothing here waits, sends, know
 """
 
 from tailrace.batching.advantages import INCREMENTAL, ZERO_SPREAD, compute_advantages, filter_reason, teaches_anyway
-from tailrace.batching.batches import FormedBatch, form_batch, told_batch
+from tailrace.batching.batches import FormedBatch, form_batch, reported_batch
 from tailrace.batching.packing import Packing
 from tailrace.batching.samples import STALE, SampledGroup, sample_group
 from tailrace.batching.settings import BatchingSettings
@@ -21,7 +21,7 @@ __all__ = [
     "compute_advantages",
     "filter_reason",
     "form_batch",
+    "reported_batch",
     "sample_group",
     "teaches_anyway",
-    "told_batch",
 ]

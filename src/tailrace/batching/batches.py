@@ -70,7 +70,7 @@ def form_batch(
     return FormedBatch(batch, list(groups))
 
 
-def told_batch(groups: Sequence[SampledGroup], *, step: int, trainer_version: int) -> FormedBatch:
+def reported_batch(groups: Sequence[SampledGroup], *, step: int, trainer_version: int) -> FormedBatch:
     """What an outside trainer took a step on, from weights of `trainer_version`. How it laid rows nobody knows: there
     are none here."""
     samples = [sample for group in groups for sample in group.samples]

@@ -38,7 +38,7 @@ _MOST_SEARCHED = 5_000
 _MOST_BODY_BYTES = 1 << 20
 
 
-class NotThere(TailraceError):
+class NotFound(TailraceError):
     """What was asked for is not there."""
 
 
@@ -149,21 +149,21 @@ class Dashboard:
             return self._table.rows(self._found())
 
     def _row(self, request: Request) -> RunRow:
-        """Raises `NotThere`."""
+        """Raises `NotFound`."""
         row = next((row for row in self._rows() if row.id == request.path_params["run"]), None)
         if row is None:
             raise self._not_there(request)
         return row
 
     def _folder(self, request: Request) -> Path:
-        """Raises `NotThere`."""
+        """Raises `NotFound`."""
         folder = self._found().get(request.path_params["run"])
         if folder is None:
             raise self._not_there(request)
         return folder
 
-    def _not_there(self, request: Request) -> NotThere:
-        return NotThere(f"there is no run {request.path_params['run']!r} in {self._root}")
+    def _not_there(self, request: Request) -> NotFound:
+        return NotFound(f"there is no run {request.path_params['run']!r} in {self._root}")
 
     def _run(self, request: Request) -> RunData:
         return self._cache.get(self._folder(request))
@@ -186,7 +186,7 @@ class Dashboard:
             has_trace=(folder / "trace.json").is_file() or (folder / "trace").is_dir(),
             chats={name: place.url for name, place in self._chats(folder, row).items()},
             checkpoints=sorted(path.name for path in (folder / "checkpoints").glob("step_*")),
-            note=told.note if (told := about(folder)) else "",
+            note=tracker.note if (tracker := about(folder)) else "",
         )
 
     def curves(self, request: Request) -> Curves:
@@ -235,14 +235,14 @@ class Dashboard:
         """A step's phases."""
         found = self._run(request).waterfall(_number(request, "step"))
         if found is None:
-            raise NotThere("the trace has no step: observability.trace_mb is 0, or none was trained yet")
+            raise NotFound("the trace has no step: observability.trace_mb is 0, or none was trained yet")
         return found
 
     def schedule(self, request: Request) -> Schedule:
         """Who did what in a stretch of time."""
         found = self._run(request).schedule(_seconds(request, "from"), _seconds(request, "to"))
         if found is None:
-            raise NotThere("there is no trace: observability.trace_mb is 0, or nothing was traced yet")
+            raise NotFound("there is no trace: observability.trace_mb is 0, or nothing was traced yet")
         return found
 
     def rollouts(self, request: Request) -> RolloutTable:
@@ -262,7 +262,7 @@ class Dashboard:
         kind, step, rollout_id = _kind(request), _required(request, "step"), request.query_params.get("id", "")
         record = self._run(request).rollouts.record(kind, step, rollout_id)
         if record is None:
-            raise NotThere(f"{kind} {step} has no rollout {rollout_id!r}")
+            raise NotFound(f"{kind} {step} has no rollout {rollout_id!r}")
         return record
 
     def search(self, request: Request) -> Matches:
@@ -270,7 +270,7 @@ class Dashboard:
         files first; `left` says where to go on."""
         wanted = Wanted(**{name: request.query_params.get(name, "") for name in Wanted.__struct_fields__})
         if wanted.is_any:
-            raise NotThere("there is nothing to search for")
+            raise NotFound("there is nothing to search for")
         rollouts = self._run(request).rollouts
         files = rollouts.files()
         newest: list[tuple[Kind, int]] = sorted(
@@ -294,9 +294,9 @@ class Dashboard:
                 count=_number(request, "count") or PAGE_TOKENS,
             )
         except ModuleNotFoundError as error:
-            raise NotThere(f'tokens are read by {error.name}: pip install "tailrace[parquet]"') from error
+            raise NotFound(f'tokens are read by {error.name}: pip install "tailrace[parquet]"') from error
         if found is None:
-            raise NotThere(
+            raise NotFound(
                 "no tokens of it were written: observability.tokens_every_steps says of which steps they are"
             )
         return found
@@ -307,11 +307,11 @@ class Dashboard:
         return {name: place for name, place in places.items() if place is not None}
 
     def _chat_place(self, request: Request) -> ChatPlace:
-        """Raises `NotThere`."""
+        """Raises `NotFound`."""
         name = request.query_params.get("with", "")
         places = self._chats(self._folder(request), self._row(request))
         if name not in places:
-            raise NotThere(
+            raise NotFound(
                 f"no {name or 'policy'} answers: the run has ended, or it has no gateway; docs/ui.md says more"
             )
         return places[name]
@@ -320,7 +320,7 @@ class Dashboard:
         """Ask a policy: the one thing that is not read from files."""
         try:
             place = await anyio.to_thread.run_sync(self._chat_place, request)
-        except NotThere as error:
+        except NotFound as error:
             return _json({"error": str(error)}, 404)
         body = b""
         async for piece in request.stream():
@@ -349,7 +349,7 @@ def _answering(handler: Handler) -> Callable[[Request], Response]:
     def answering(request: Request) -> Response:
         try:
             return _json(handler(request))
-        except NotThere as error:
+        except NotFound as error:
             return _json({"error": str(error)}, 404)
         except (TailraceError, OSError) as error:
             return _json({"error": str(error)}, 422)
@@ -378,7 +378,7 @@ def _number(request: Request, name: str) -> int | None:
 def _required(request: Request, name: str) -> int:
     number = _number(request, name)
     if number is None:
-        raise NotThere(f"{name} must be a number")
+        raise NotFound(f"{name} must be a number")
     return number
 
 
@@ -387,11 +387,11 @@ def _seconds(request: Request, name: str) -> float | None:
     try:
         return float(text) if text else None
     except ValueError:
-        raise NotThere(f"{name} must be a number") from None
+        raise NotFound(f"{name} must be a number") from None
 
 
 def _kind(request: Request) -> Kind:
     match kind := request.query_params.get("kind", "step"):
         case "step" | "evaluation":
             return kind
-    raise NotThere(f"kind is {kind!r}; it must be step or evaluation")
+    raise NotFound(f"kind is {kind!r}; it must be step or evaluation")

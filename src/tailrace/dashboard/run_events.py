@@ -12,7 +12,7 @@ from tailrace.dashboard.tailing import Tail, last_lines
 _LOG_BYTES = 1 << 18
 _MOST_EVENTS = 400
 _LOG_LINE = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)\S* (WARNING|ERROR|CRITICAL) +([\w.]+): (.*)", re.DOTALL)
-_TOLD = ("TrainerStarted", "StepSkipped", "CheckpointWritten", "StopRequested", "TrainerEnded")
+_SHOWN = ("TrainerStarted", "StepSkipped", "CheckpointWritten", "StopRequested", "TrainerEnded")
 """Those that a list shows: a step and its weights are in the curves."""
 
 
@@ -54,8 +54,8 @@ class EventList:
             self._events = []
         for line in self._tail.lines():
             event = _event(line)
-            if event is not None and event.type in _TOLD:
-                self._events.append(_told(event))
+            if event is not None and event.type in _SHOWN:
+                self._events.append(_as_run_event(event))
         del self._events[:-_MOST_EVENTS]
         return self._events + _warnings(self._folder / "logs")
 
@@ -67,7 +67,7 @@ def _event(line: bytes) -> _Event | None:
         return None
 
 
-def _told(event: _Event) -> RunEvent:
+def _as_run_event(event: _Event) -> RunEvent:
     match event.type:
         case "TrainerStarted":
             text = f"trainer started at step {event.step:,} with policy version {event.version:,}"

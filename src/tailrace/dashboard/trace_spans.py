@@ -133,9 +133,9 @@ class TraceSpans:
         columns.processes.append(self._process(event.pid))
         columns.threads.append(event.tid)
         number = -1
-        if (told := event.args) is not None:
-            number = told.step if told.step >= 0 else told.version
-            if text := told.rollout or told.request or told.replica:
+        if (args := event.args) is not None:
+            number = args.step if args.step >= 0 else args.version
+            if text := args.rollout or args.request or args.replica:
                 self.texts[place] = text
         columns.numbers.append(number)
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
 from tailrace.environments.results import AgentResult
-from tailrace.environments.rows import BroughtRows
+from tailrace.environments.rows import ClientRows
 from tailrace.errors import EnvironmentFailed, SettingsError
 from tailrace.records import Json, Task
 
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from tailrace.environments.protocol import Policy
 
 
-TellClient: TypeAlias = Callable[[bytes], None]
+AnswerClient: TypeAlias = Callable[[bytes], None]
 """Answers the client that has claimed a rollout: JSON with its address, its key, its task and its limits."""
 
-_BROUGHT_TASKS = 4096
+_CLIENT_TASKS = 4096
 """Of an epoch, which means nothing here."""
 
 
@@ -41,7 +41,7 @@ class Offer:
     """Seconds from when it is claimed to its end."""
     limits: Mapping[str, Json] = field(default_factory=dict)
     """What the client is told of what its requests may cost."""
-    tell: TellClient | None = None
+    tell: AnswerClient | None = None
     """Its client, which has claimed it in another process and waits to be told; None: it waits for a client."""
 
 
@@ -83,7 +83,7 @@ def outside_agent(*, lease_s: float = 120.0) -> OutsideAgent:
     return OutsideAgent(lease_s)
 
 
-def brought_tasks(*columns: str) -> BroughtRows:
+def brought_tasks(*columns: str) -> ClientRows:
     """`train_tasks` of an environment whose clients outside bring the task with their claim: see `docs/agents.md`.
 
     Each task must have these `columns`, and may have others.
@@ -91,4 +91,4 @@ def brought_tasks(*columns: str) -> BroughtRows:
     >>> len(brought_tasks("ticket")[0])
     0
     """
-    return BroughtRows(_BROUGHT_TASKS, columns)
+    return ClientRows(_CLIENT_TASKS, columns)

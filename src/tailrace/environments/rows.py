@@ -62,7 +62,7 @@ class EmptyRows(LazyRows):
         return {}
 
 
-class BroughtRow(dict[str, Json]):
+class ClientRow(dict[str, Json]):
     """The row of a task that a client outside brings: empty until the first of its rollouts is claimed."""
 
     def __init__(self, columns: Collection[str] = ()) -> None:
@@ -81,7 +81,7 @@ class BroughtRow(dict[str, Json]):
         self.is_filled = True
 
 
-class BroughtRows(LazyRows):
+class ClientRows(LazyRows):
     """Places for tasks that clients outside bring: a row of its own each time that one is drawn."""
 
     def __init__(self, size: int, columns: Collection[str]) -> None:
@@ -91,7 +91,7 @@ class BroughtRows(LazyRows):
         return self._size
 
     def _row(self, position: int) -> Row:
-        return BroughtRow(self._columns)
+        return ClientRow(self._columns)
 
 
 def is_in_memory(rows: Sequence[Row]) -> bool:

@@ -48,7 +48,7 @@ def tool_spec(function: Callable[..., Any]) -> ToolSpec:
     name = getattr(function, "__qualname__", repr(function))
     if not (docstring := inspect.getdoc(function)):
         raise SettingsError(f"tool {name} has no docstring, which tells the policy what it is for")
-    description, told = _parts(docstring)
+    description, descriptions = _parts(docstring)
     hints, properties, required = _hints(function, name), {}, []
     for parameter in _parameters(function):
         what = f"argument {parameter.name!r} of tool {name}"
@@ -56,9 +56,9 @@ def tool_spec(function: Callable[..., Any]) -> ToolSpec:
             raise SettingsError(f"{what} stands for any number of arguments; a tool names each of its own")
         if parameter.name not in hints:
             raise SettingsError(f"{what} has no type hint, from which the policy learns what to write")
-        if parameter.name not in told:
+        if parameter.name not in descriptions:
             raise SettingsError(f"{what} is not described under `Args:` in its docstring")
-        properties[parameter.name] = _described(type_schema(hints[parameter.name], what), told[parameter.name])
+        properties[parameter.name] = _described(type_schema(hints[parameter.name], what), descriptions[parameter.name])
         if parameter.default is parameter.empty:
             required.append(parameter.name)
     parameters: dict[str, Json] = {"type": "object", "properties": properties}
@@ -144,17 +144,17 @@ def _parts(docstring: str) -> tuple[str, dict[str, str]]:
 
 def _arguments(lines: list[str]) -> dict[str, str]:
     """From the line `Args:` on: descriptions by name, each with the deeper lines that follow it."""
-    outer, inner, told = _indentation(lines[0]), None, dict[str, list[str]]()
+    outer, inner, descriptions = _indentation(lines[0]), None, dict[str, list[str]]()
     for line in filter(str.strip, lines[1:]):
         depth = _indentation(line)
         if depth <= outer:
             break
         inner = depth if inner is None else inner
         if depth <= inner and (argument := _ARGUMENT.match(line.strip())):
-            told[argument[1]] = [argument[2]]
-        elif told:
-            told[next(reversed(told))].append(line.strip())
-    return {name: " ".join(filter(None, parts)).strip() for name, parts in told.items()}
+            descriptions[argument[1]] = [argument[2]]
+        elif descriptions:
+            descriptions[next(reversed(descriptions))].append(line.strip())
+    return {name: " ".join(filter(None, parts)).strip() for name, parts in descriptions.items()}
 
 
 def _indentation(line: str) -> int:

@@ -62,7 +62,7 @@ _PLAIN = ChatCompletions()
 """Says errors of routes that belong to no dialect."""
 
 
-class Hall:
+class GatewayContext:
     """What all routes share."""
 
     def __init__(self, sessions: Sessions, settings: GatewaySettings, tally: Tally, model: str = "policy") -> None:
@@ -88,8 +88,8 @@ class _SaysErrors(Protocol):
 class _Exchange(ABC):
     """A route: what is wrong with a request is answered in its dialect."""
 
-    def __init__(self, hall: Hall, name: str, dialect: _SaysErrors) -> None:
-        self._hall, self._name, self._says = hall, name, dialect
+    def __init__(self, shared: GatewayContext, name: str, dialect: _SaysErrors) -> None:
+        self._shared, self._name, self._says = shared, name, dialect
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         status = 0
@@ -102,7 +102,7 @@ class _Exchange(ABC):
         except ConnectionResetError:
             pass  # the client has gone before it had sent all
         finally:
-            self._hall.tally.answered(self._name, status)
+            self._shared.tally.answered(self._name, status)
 
     @abstractmethod
     async def _handle(self, scope: Scope, receive: Receive, send: Send) -> int:
@@ -115,15 +115,15 @@ class _Turns(_Exchange, Generic[RequestT]):
     @override
     async def _handle(self, scope: Scope, receive: Receive, send: Send) -> int:
         headers = headers_of(scope)
-        session = self._hall.session(scope, headers)
-        body, digest = await self._hall.body(scope, receive, headers)
+        session = self._shared.session(scope, headers)
+        body, digest = await self._shared.body(scope, receive, headers)
         asks = repeatable(headers, digest)
         turn, request = session.turns.retried(asks), self._read(body)
         if turn is None:
             turn = session.turns.begin(session, self._ask(session, request), asks)
-            self._hall.tally.began(turn)
+            self._shared.tally.began(turn)
         else:
-            self._hall.tally.joined()
+            self._shared.tally.joined()
         with _waiting(turn, receive) as client:
             return await self._answer(client, request, send)
 
@@ -153,7 +153,7 @@ class _Turns(_Exchange, Generic[RequestT]):
         return 200
 
     async def _stream(self, client: _Client, events: Stream, send: Send) -> int:
-        turn, keep_alive_s = client.turn, self._hall.settings.keep_alive_s
+        turn, keep_alive_s = client.turn, self._shared.settings.keep_alive_s
         if not turn.heard:
             await turn.changed(keep_alive_s)
         if isinstance(turn.outcome, Failure):
@@ -170,8 +170,8 @@ class _Turns(_Exchange, Generic[RequestT]):
 class _ChatTurns(_Turns[ChatRequest]):
     """Conversations, in one dialect."""
 
-    def __init__(self, hall: Hall, dialect: Dialect) -> None:
-        super().__init__(hall, dialect.name, dialect)
+    def __init__(self, shared: GatewayContext, dialect: Dialect) -> None:
+        super().__init__(shared, dialect.name, dialect)
         self._dialect = dialect
 
     @override
@@ -194,8 +194,8 @@ class _ChatTurns(_Turns[ChatRequest]):
 class _TokenTurns(_Turns[TokenRequest]):
     """Tokens in, tokens out."""
 
-    def __init__(self, hall: Hall, dialect: TokenGeneration) -> None:
-        super().__init__(hall, dialect.name, dialect)
+    def __init__(self, shared: GatewayContext, dialect: TokenGeneration) -> None:
+        super().__init__(shared, dialect.name, dialect)
         self._dialect = dialect
 
     @override
@@ -309,15 +309,15 @@ def _waiting(turn: Turn, receive: Receive) -> Iterator[_Client]:
 class _Counts(_Exchange):
     """How many tokens a prompt has."""
 
-    def __init__(self, hall: Hall, name: str, dialect: CountsTokens) -> None:
-        super().__init__(hall, name, dialect)
+    def __init__(self, shared: GatewayContext, name: str, dialect: CountsTokens) -> None:
+        super().__init__(shared, name, dialect)
         self._dialect = dialect
 
     @override
     async def _handle(self, scope: Scope, receive: Receive, send: Send) -> int:
         headers = headers_of(scope)
-        session = self._hall.session(scope, headers)
-        body, _ = await self._hall.body(scope, receive, headers)
+        session = self._shared.session(scope, headers)
+        body, _ = await self._shared.body(scope, receive, headers)
         count = session.count_tokens(self._dialect.read_prompt(body))
         await send_json(send, self._dialect.counted(count))
         return 200
@@ -326,16 +326,16 @@ class _Counts(_Exchange):
 class _Report(_Exchange):
     """An agent says what it earned, or that it has ended."""
 
-    def __init__(self, hall: Hall, *, has_reward: bool) -> None:
-        super().__init__(hall, "reward" if has_reward else "end", _PLAIN)
+    def __init__(self, shared: GatewayContext, *, has_reward: bool) -> None:
+        super().__init__(shared, "reward" if has_reward else "end", _PLAIN)
         self._has_reward = has_reward
 
     @override
     async def _handle(self, scope: Scope, receive: Receive, send: Send) -> int:
         headers = headers_of(scope)
-        session = self._hall.session(scope, headers)
+        session = self._shared.session(scope, headers)
         if self._has_reward:
-            body, _ = await self._hall.body(scope, receive, headers)
+            body, _ = await self._shared.body(scope, receive, headers)
             session.report(read_report(body))
         else:
             session.end()
@@ -346,14 +346,14 @@ class _Report(_Exchange):
 class _Claims(_Exchange):
     """A client outside asks for a rollout to play."""
 
-    def __init__(self, hall: Hall) -> None:
-        super().__init__(hall, "claim", _PLAIN)
+    def __init__(self, shared: GatewayContext) -> None:
+        super().__init__(shared, "claim", _PLAIN)
 
     @override
     async def _handle(self, scope: Scope, receive: Receive, send: Send) -> int:
-        headers, offers = headers_of(scope), self._hall.sessions.offers
+        headers, offers = headers_of(scope), self._shared.sessions.offers
         offers.require_key(keys_of(headers))
-        claim = read_claim((await self._hall.body(scope, receive, headers))[0])
+        claim = read_claim((await self._shared.body(scope, receive, headers))[0])
         claiming = asyncio.ensure_future(offers.claim(claim))
 
         def give_up() -> None:
@@ -376,12 +376,12 @@ class _Claims(_Exchange):
 class _Models(_Exchange):
     """The one model that there is."""
 
-    def __init__(self, hall: Hall) -> None:
-        super().__init__(hall, "models", _PLAIN)
+    def __init__(self, shared: GatewayContext) -> None:
+        super().__init__(shared, "models", _PLAIN)
 
     @override
     async def _handle(self, scope: Scope, receive: Receive, send: Send) -> int:
-        session, name = self._hall.session(scope, headers_of(scope)), self._hall.model
+        session, name = self._shared.session(scope, headers_of(scope)), self._shared.model
         model = {"id": name, "object": "model", "created": 0, "owned_by": "tailrace"}
         await send_json(send, {"object": "list", "data": [{**model, "max_model_len": session.max_model_tokens}]})
         return 200
@@ -395,27 +395,27 @@ async def _no_such_route(request: Request, error: Exception) -> Response:
     return JSONResponse(_PLAIN.error(failure), status_code=error.status_code, headers=error.headers)
 
 
-def application(hall: Hall) -> ASGIApp:
+def application(shared: GatewayContext) -> ASGIApp:
     """Every route, as a server runs them."""
 
     async def health(scope: Scope, receive: Receive, send: Send) -> None:
         await send_json(send, {"status": "ok"})
 
     async def metrics(scope: Scope, receive: Receive, send: Send) -> None:
-        text = hall.tally.prometheus(open_rollouts=len(hall.sessions))
+        text = shared.tally.prometheus(open_rollouts=len(shared.sessions))
         await send_bytes(send, text.encode(), b"text/plain; version=0.0.4; charset=utf-8")
 
-    posts: list[tuple[str, ASGIApp]] = [(path, _ChatTurns(hall, dialect)) for path, dialect in TURNS]
-    posts.append(("/inference/v1/generate", _TokenTurns(hall, TokenGeneration())))
-    posts += [(path, _Counts(hall, path.rpartition("/")[2], dialect)) for path, dialect in TOKEN_COUNTS]
+    posts: list[tuple[str, ASGIApp]] = [(path, _ChatTurns(shared, dialect)) for path, dialect in TURNS]
+    posts.append(("/inference/v1/generate", _TokenTurns(shared, TokenGeneration())))
+    posts += [(path, _Counts(shared, path.rpartition("/")[2], dialect)) for path, dialect in TOKEN_COUNTS]
     reports: list[tuple[str, ASGIApp]] = [
-        ("/reward", _Report(hall, has_reward=True)),
-        ("/end", _Report(hall, has_reward=False)),
+        ("/reward", _Report(shared, has_reward=True)),
+        ("/end", _Report(shared, has_reward=False)),
     ]
     by_path = [(f"/rollouts/{{key}}{path}", app) for path, app in [*posts, *reports]]
-    claims: list[tuple[str, ASGIApp]] = [("/rollouts", _Claims(hall))]
+    claims: list[tuple[str, ASGIApp]] = [("/rollouts", _Claims(shared))]
     routes: list[BaseRoute] = [Route(path, app, methods=["POST"]) for path, app in [*posts, *by_path, *claims]]
-    models = _Models(hall)
+    models = _Models(shared)
     routes += [Route(path, models, methods=["GET"]) for path in ("/v1/models", "/rollouts/{key}/v1/models")]
     routes += [Route("/health", _Page(health), methods=["GET"]), Route("/metrics", _Page(metrics), methods=["GET"])]
     return Starlette(routes=routes, exception_handlers={HTTPException: _no_such_route})

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from tailrace.config.gateway import GatewaySettings
 from tailrace.environments import Endpoint, Offer
-from tailrace.environments.outside import TellClient
+from tailrace.environments.outside import AnswerClient
 from tailrace.errors import SettingsError
 from tailrace.gateway.fixed import FixedPolicy
 from tailrace.gateway.offers import Offers
@@ -74,7 +74,7 @@ class Gateway(Endpoints):
 
     @override
     @contextlib.asynccontextmanager
-    async def claimed(self, offer: Offer) -> AsyncIterator[TellClient]:
+    async def claimed(self, offer: Offer) -> AsyncIterator[AnswerClient]:
         await self.listen()
         async with self.offers.claimed(offer) as tell:
             yield tell
@@ -125,7 +125,7 @@ class Gateway(Endpoints):
     async def _listening(self) -> HttpServer:
         settings = self.settings
         try:
-            from tailrace.gateway.application import Hall, application
+            from tailrace.gateway.application import GatewayContext, application
             from tailrace.gateway.server import HttpServer
         except ModuleNotFoundError as error:
             raise SettingsError(
@@ -135,8 +135,8 @@ class Gateway(Endpoints):
         listener = _listener(settings)
         host = _ANYWHERE.get(settings.host, f"[{settings.host}]" if ":" in settings.host else settings.host)
         self._root_url = f"http://{host}:{listener.getsockname()[1]}"
-        hall = Hall(self.sessions, settings, self.tally, self._model)
-        server = HttpServer(application(hall), listener, client_timeout_s=settings.client_timeout_s, close_s=CLOSE_S)
+        shared = GatewayContext(self.sessions, settings, self.tally, self._model)
+        server = HttpServer(application(shared), listener, client_timeout_s=settings.client_timeout_s, close_s=CLOSE_S)
         await server.start()
         return server
 

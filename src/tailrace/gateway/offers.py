@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from tailrace.environments import Offer
-from tailrace.environments.outside import TellClient
-from tailrace.environments.rows import BroughtRow, Row, row_as_json
+from tailrace.environments.outside import AnswerClient
+from tailrace.environments.rows import ClientRow, Row, row_as_json
 from tailrace.errors import ClientLost, RolloutTimeout
 from tailrace.gateway.dialects.protocol import RequestInvalid
 from tailrace.records import Json
@@ -45,7 +45,7 @@ class _Waiting:
     """Of those before it."""
     offer: Offer
     claimed: asyncio.Future[None]
-    told: asyncio.Future[bytes]
+    answer: asyncio.Future[bytes]
     """What its client is answered; empty: it is not played, after all."""
 
     @property
@@ -53,14 +53,14 @@ class _Waiting:
         """Of its task."""
         return self.offer.task.row
 
-    def tell(self, told: bytes) -> None:
+    def tell(self, answer: bytes) -> None:
         """Once, to whoever has claimed it."""
-        if not self.told.done():
-            self.told.set_result(told)
+        if not self.answer.done():
+            self.answer.set_result(answer)
 
     def fits(self, brought: Row | None) -> bool:
         """Whether a claim that brings this task, or none, may have it as it is."""
-        if isinstance(self.row, BroughtRow):
+        if isinstance(self.row, ClientRow):
             return self.row.is_filled and brought in (None, self.row)
         return brought is None
 
@@ -99,11 +99,11 @@ class Offers:
         claimed = self.claimed(offer) if offer.tell is None else contextlib.nullcontext(offer.tell)
         async with claimed as tell:
             session.hear()
-            tell(_told(session, offer))
+            tell(_claim_answer(session, offer))
             await _held(session, offer)
 
     @contextlib.asynccontextmanager
-    async def claimed(self, offer: Offer) -> AsyncIterator[TellClient]:
+    async def claimed(self, offer: Offer) -> AsyncIterator[AnswerClient]:
         """Offer a rollout, and wait until a client has claimed it. See `Endpoints.claimed`."""
         row_as_json(offer.task)  # one that cannot be told costs its rollout, and no client
         loop = asyncio.get_running_loop()
@@ -161,9 +161,9 @@ class Offers:
                 if claim.task is not None:
                     self._fill(waiting.row, claim.task)
                 waiting.claimed.set_result(None)
-                if told := await waiting.told:
+                if answer := await waiting.answer:
                     self.claims += 1
-                    return told
+                    return answer
         if self._is_closed:
             raise RequestInvalid("the run has ended: it offers no rollout any more", status=410)
         return None
@@ -178,10 +178,10 @@ class Offers:
         found = _first(queues, lambda one: one.fits(claim.task))
         if found is not None or claim.task is None:
             return found
-        found = _first(queues, lambda one: isinstance(one.row, BroughtRow) and not one.row.is_filled)
-        if found is None and queues and not any(isinstance(queue[0].row, BroughtRow) for queue in queues):
+        found = _first(queues, lambda one: isinstance(one.row, ClientRow) and not one.row.is_filled)
+        if found is None and queues and not any(isinstance(queue[0].row, ClientRow) for queue in queues):
             raise RequestInvalid("the rollouts that wait have tasks of their own: leave `task` out", parameter="task")
-        if found is not None and isinstance(found.row, BroughtRow) and (lacks := found.row.missing(claim.task)):
+        if found is not None and isinstance(found.row, ClientRow) and (lacks := found.row.missing(claim.task)):
             raise RequestInvalid(
                 f"a task of {found.offer.task.environment!r} needs a column {lacks!r}", parameter="task"
             )
@@ -189,7 +189,7 @@ class Offers:
 
     def _fill(self, row: Row, brought: Row) -> None:
         """The rollouts of a group share their row: the others of this one are there for the same task."""
-        if isinstance(row, BroughtRow) and not row.is_filled:
+        if isinstance(row, ClientRow) and not row.is_filled:
             row.fill(brought)
             self._changed.set()
 
@@ -225,9 +225,9 @@ async def _held(session: Session, offer: Offer) -> None:
                 ) from None
 
 
-def _told(session: Session, offer: Offer) -> bytes:
+def _claim_answer(session: Session, offer: Offer) -> bytes:
     task = offer.task
-    told: dict[str, Json] = {
+    answer: dict[str, Json] = {
         "id": session.key,
         "environment": task.environment,
         "task_id": task.task_id,
@@ -240,4 +240,4 @@ def _told(session: Session, offer: Offer) -> bytes:
         "lease_s": offer.lease_s,
         "limits": dict(offer.limits),
     }
-    return msgspec.json.encode(told)
+    return msgspec.json.encode(answer)

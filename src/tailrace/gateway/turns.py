@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 
 from tailrace.errors import BudgetExceeded, EngineFailed, EnvironmentFailed, RequestRefused, RolloutError
-from tailrace.gateway.dialects.protocol import Answer, Failure, Heard, RequestInvalid
+from tailrace.gateway.dialects.protocol import Answer, Failure, ReplyUpdate, RequestInvalid
 from tailrace.records import Completion, FinishReason, Reply
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class Turn:
 
     def __init__(self, session: Session, ask: Ask, repeatable: Repeatable) -> None:
         self.answer_id, self.created_s = uuid.uuid4().hex, int(time.time())
-        self.heard: list[Heard] = []
+        self.heard: list[ReplyUpdate] = []
         """Of the reply, as far as it is known and streamed."""
         self.outcome: Answer | Failure | None = None
         self.repeatable, self.attempt = repeatable, repeatable.attempt or 0
@@ -143,7 +143,7 @@ class Turn:
         refusal = session.refusal(error)
         return refusal or Answer(reply=_NOTHING, answer_id=self.answer_id, created_s=self.created_s, prompt_tokens=0)
 
-    def hear(self, more: Heard) -> None:
+    def hear(self, more: ReplyUpdate) -> None:
         """More of its reply."""
         self.heard.append(more)
         self.wake()

@@ -1,6 +1,6 @@
 """Signs of life of a role's process: from a thread of its own, about its event loop and the threads that work for it.
 
-    Pulse (in the role's process) ── Beat, every second or so ──► Vigil (in its parent) ── stopped, or stuck ──► killed
+    Pulse (role's process) ── Beat, every second or so ──► LivenessWatch (its parent) ── stopped, or stuck ──► killed
 
 A process that is stopped sends nothing, and the system says that it is stopped. One whose loop does not turn, or whose
 working thread neither computes nor ends, says so itself: a step that takes hours and computes is none of these.
@@ -114,7 +114,7 @@ def stuck_reason(beat: Beat, settings: RestartSettings) -> str | None:
     return None
 
 
-class Vigil:
+class LivenessWatch:
     """Watches over one life of a role, and calls `on_dead` once, with the reason, when it has to be ended.
 
     Silence alone proves little: a library that is loaded holds the interpreter's lock, and the thread of signs of life

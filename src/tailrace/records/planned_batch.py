@@ -161,8 +161,8 @@ class PlannedBatch:
 
     def origins(self) -> SampleOrigins:
         """Where the samples here come from. O(samples)."""
-        told = [(one.rollout_id, one.branch_index, one.environment) for one in self.samples]
-        return SampleOrigins.of(told, self.summary.environments)
+        origins = [(one.rollout_id, one.branch_index, one.environment) for one in self.samples]
+        return SampleOrigins.of(origins, self.summary.environments)
 
     def assembled(self, rank: int = 0) -> Batch:
         """The batch that this rank receives, its tokens copied once. O(tokens): not for an event loop."""

@@ -63,10 +63,10 @@ def run_screen(
         Padding(_beside(learning, flow) if wide else Group(learning, flow), (0, 2)),
     ]
     rows = max(learning.row_count, flow.row_count) if wide else learning.row_count + flow.row_count
-    told = [_advice(one, width) for one in view.advice[: max(0, min(_MOST_ADVICE, height - 6 - rows))]]
-    if told:
-        parts += [Text(), *told]
-        rows += len(told) + 1
+    advice = [_advice(one, width) for one in view.advice[: max(0, min(_MOST_ADVICE, height - 6 - rows))]]
+    if advice:
+        parts += [Text(), *advice]
+        rows += len(advice) + 1
     spare = height - 5 - rows  # one row is the cursor's
     shown = log_lines[max(0, len(log_lines) - max(0, spare - 1)) :]
     spare -= len(shown) + 1 if shown else 0

@@ -126,7 +126,7 @@ class RunObserver(SchedulerObserver):
         self._advantages: dict[RolloutId, float | Float32Array] = {}
         self._lost: dict[RolloutId, Rollout] = {}
         """Rollouts that never finished and are not terminal yet."""
-        self._told: set[tuple[str, str]] = set()
+        self._reported: set[tuple[str, str]] = set()
         """(environment, reason) of failures whose first one is in the log."""
         self._entries: list[RolloutEntry] = []
 
@@ -201,8 +201,8 @@ class RunObserver(SchedulerObserver):
         environment = "" if rollout is None else rollout.task.environment
         if rollout is not None:
             self._recorder.add(f"environment/{environment}/failed/{reason}", 1)
-        if (environment, reason) not in self._told:
-            self._told.add((environment, reason))
+        if (environment, reason) not in self._reported:
+            self._reported.add((environment, reason))
             _logger.warning("a rollout failed, and more of %r are only counted: %s", reason, message)
 
     @override

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 from tailrace.environments import Endpoint, Offer
-from tailrace.environments.outside import TellClient
+from tailrace.environments.outside import AnswerClient
 from tailrace.errors import SettingsError
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class Endpoints(Protocol):
         Raises `SettingsError` where the gateway cannot be started (its port is taken, a package is missing, ...).
         """
 
-    def claimed(self, offer: Offer) -> AbstractAsyncContextManager[TellClient]:
+    def claimed(self, offer: Offer) -> AbstractAsyncContextManager[AnswerClient]:
         """Let a client outside claim a rollout, and wait for that. Inside, another process plays it.
 
         What the context gives tells the client where that is; one that is told nothing gets another rollout, if any.

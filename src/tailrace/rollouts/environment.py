@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tailrace.environments import EnvironmentSettings, EnvironmentSpec
-from tailrace.environments.outside import Offer, OutsideAgent, TellClient
+from tailrace.environments.outside import AnswerClient, Offer, OutsideAgent
 from tailrace.records import Json, SamplingParams, Task
 from tailrace.rollouts.settings import RolloutSettings
 
@@ -45,7 +45,7 @@ class LoadedEnvironment:
         """From when a rollout is admitted."""
         return _AGES_S if self.is_outside else self.timeout_s
 
-    def offer(self, task: Task, tell: TellClient | None = None) -> Offer:
+    def offer(self, task: Task, tell: AnswerClient | None = None) -> Offer:
         """What a client outside may claim, of an environment for those. `tell` is as `Offer` has it."""
         assert isinstance(self.spec.agent, OutsideAgent)
         limits: dict[str, Json] = {

@@ -10,7 +10,7 @@ from functools import partial
 
 from tailrace.environments import Agent, AgentResult, EnvironmentSpec, Policy
 from tailrace.environments.callables import is_async_environment
-from tailrace.environments.outside import OutsideAgent, TellClient
+from tailrace.environments.outside import AnswerClient, OutsideAgent
 from tailrace.environments.programs import CommandAgent
 from tailrace.environments.results import as_agent_result
 from tailrace.errors import BudgetExceeded, ScoringFailed
@@ -73,7 +73,7 @@ class RolloutPlayer:
         policy: RolloutPolicy,
         environment: LoadedEnvironment,
         *,
-        tell: TellClient | None = None,
+        tell: AnswerClient | None = None,
     ) -> AgentResult:
         """Run the agent to its end, within the environment's limit; what it reported.
 
@@ -145,7 +145,7 @@ class RolloutPlayer:
         ):
             return await judge(group)
 
-    def _agent(self, environment: LoadedEnvironment, tell: TellClient | None) -> Agent:
+    def _agent(self, environment: LoadedEnvironment, tell: AnswerClient | None) -> Agent:
         spec = environment.spec
         if isinstance(spec.agent, OutsideAgent):
             return partial(_play_outside, agent=spec.agent, environment=environment, tell=tell)
@@ -164,7 +164,7 @@ class RolloutPlayer:
 
 
 async def _play_outside(
-    task: Task, policy: Policy, *, agent: OutsideAgent, environment: LoadedEnvironment, tell: TellClient | None
+    task: Task, policy: Policy, *, agent: OutsideAgent, environment: LoadedEnvironment, tell: AnswerClient | None
 ) -> AgentResult:
     return await agent.play(policy, environment.offer(task, tell))
 

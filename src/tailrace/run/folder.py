@@ -76,9 +76,9 @@ class RunPaths:
         >>> RunPaths(Path("runs/mine")).checkpoint_seen_here("/mnt/runs/mine/checkpoints/step_000010")
         'runs/mine/checkpoints/step_000010'
         """
-        told = Path(path)
-        is_ours = (told.parent.name, told.parent.parent.name) == (self.checkpoints.name, self.root.name)
-        return str(self.checkpoints / told.name) if is_ours else path
+        named = Path(path)
+        is_ours = (named.parent.name, named.parent.parent.name) == (self.checkpoints.name, self.root.name)
+        return str(self.checkpoints / named.name) if is_ours else path
 
 
 _logger = logging.getLogger(__name__)
@@ -109,7 +109,7 @@ def writing(folder: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def told_in(path: Path, content: bytes) -> Iterator[None]:
+def announcement_file(path: Path, content: bytes) -> Iterator[None]:
     """A file for this user alone, for as long as what it tells of is there."""
     draft = path.with_name(f"{path.name}.new")
     draft.unlink(missing_ok=True)

@@ -24,7 +24,7 @@ from tailrace.lifecycle.resources import own_payload_folder, own_shared_memory, 
 from tailrace.lifecycle.roles import Role, RoleSpec
 from tailrace.rollouts.agent_workers.hosting import HostClient, WorkerHost
 from tailrace.rollouts.agent_workers.places import LocalPlace
-from tailrace.run.folder import RunPaths, told_in, writing
+from tailrace.run.folder import RunPaths, announcement_file, writing
 from tailrace.run.transports import BATCHES_AHEAD, MakeGenerator, TrainerEnds, Transports
 from tailrace.transport.batches.channels import (
     ChannelBatchReceiver,
@@ -68,7 +68,7 @@ ORCHESTRATOR = "orchestrator"
 """Its name as a writer of payloads that came over sockets; a generator's is that of its life."""
 
 
-class Whereabouts(msgspec.Struct, frozen=True):
+class TransportAddresses(msgspec.Struct, frozen=True):
     """Addresses and folders of one run. Travels in the settings of its roles."""
 
     epoch: str
@@ -120,7 +120,7 @@ def restarts_trainer(settings: RunSettings) -> bool:
 class HostTransports(Transports):
     """Of roles of one host."""
 
-    def __init__(self, where: Whereabouts, settings: RunSettings) -> None:
+    def __init__(self, where: TransportAddresses, settings: RunSettings) -> None:
         self.where, self._settings = where, settings
         self.redis = redis_place(where, settings) if where.redis else None
         self.samples = redis_place(where, settings, where.samples) if where.samples else None
@@ -332,7 +332,7 @@ class HostTransports(Transports):
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def redis_place(where: Whereabouts, settings: RunSettings, url: str = "") -> RedisPlace:
+def redis_place(where: TransportAddresses, settings: RunSettings, url: str = "") -> RedisPlace:
     """Where one start of a run keeps its streams."""
     chosen = settings.transport.redis
     return RedisPlace(url or where.redis, Origin(settings.name, where.epoch), chosen.outage_s, chosen.prefix)
@@ -354,7 +354,7 @@ async def host_transports(settings: RunSettings, paths: RunPaths, launcher: Laun
             parent = Path(settings.transport.payload_folder or paths.root)
             await asyncio.to_thread(remove_leftovers, parent)
             payloads = stack.enter_context(own_payload_folder(launcher.epoch, parent)).path
-        where = Whereabouts(
+        where = TransportAddresses(
             epoch=launcher.epoch,
             events=launcher.address("events"),
             batches=launcher.address("batches"),
@@ -371,9 +371,9 @@ async def host_transports(settings: RunSettings, paths: RunPaths, launcher: Laun
             place = redis_place(where, settings, samples)
             await asyncio.to_thread(place.remove_keys)
             sockets = str(shared_memory) if settings.transport.weights == "nccl" else ""
-            told = FeedPlace(settings.transport.redis.url or samples, settings.name, place.prefix, sockets)
+            feed_place = FeedPlace(settings.transport.redis.url or samples, settings.name, place.prefix, sockets)
             with writing(paths.root):
-                stack.enter_context(told_in(paths.feed, msgspec.json.encode(told)))
+                stack.enter_context(announcement_file(paths.feed, msgspec.json.encode(feed_place)))
         if redis:
             place = redis_place(where, settings)
             await asyncio.to_thread(place.remove_keys)

@@ -34,7 +34,7 @@ from tailrace.guards import guarded
 from tailrace.lifecycle.resources import own_socket_folder
 from tailrace.models.identity import ModelIdentity, identify
 from tailrace.run.engines import with_adapters
-from tailrace.run.folder import told_in, writing
+from tailrace.run.folder import announcement_file, writing
 from tailrace.run.generators import Generators
 from tailrace.run.replica_pool import Place
 from tailrace.run.replica_sources import JoinedGenerator, contradiction
@@ -274,8 +274,8 @@ class JoinListener:
 
 
 @contextlib.asynccontextmanager
-async def listen_for_generators(handler: JoinHandler, told: Path) -> AsyncIterator[None]:
-    """Let generators join while inside; `told` is the file that says where. Raises `SettingsError`, `DataError`."""
+async def listen_for_generators(handler: JoinHandler, path: Path) -> AsyncIterator[None]:
+    """Let generators join while inside; `path` is the file that says where. Raises `SettingsError`, `DataError`."""
     chosen = handler.settings.generator
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(handler.close)
@@ -286,9 +286,9 @@ async def listen_for_generators(handler: JoinHandler, told: Path) -> AsyncIterat
             keys = await asyncio.to_thread(_keys, Path(chosen.join_key)) if chosen.join_key is not None else None
             listeners.append(JoinListener(chosen.join_address, handler, keys, is_here=False))
             stack.push_async_callback(listeners[1].close)
-        with writing(told.parent):
+        with writing(path.parent):
             place = JoinPlace(*(listener.address for listener in listeners))
-            stack.enter_context(told_in(told, msgspec.json.encode(place)))
+            stack.enter_context(announcement_file(path, msgspec.json.encode(place)))
         for listener in listeners:
             _logger.info("generators may join at %s", listener.address)
         yield

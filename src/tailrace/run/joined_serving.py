@@ -53,7 +53,7 @@ _LEAVES_WITHIN_S = 25.0
 """Below what cluster schedulers give between SIGTERM and SIGKILL."""
 
 MakeEngine: TypeAlias = Callable[[ModelSettings, GeneratorSettings], Callable[[], Engine]]
-Say: TypeAlias = Callable[[str], None]
+ReportProgress: TypeAlias = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +73,19 @@ class JoinOptions:
 
 
 async def serve_run(
-    options: JoinOptions, say: Say, *, make_engine: MakeEngine = engine_factory, waits_s: float = WAITS_S
+    options: JoinOptions,
+    report_progress: ReportProgress,
+    *,
+    make_engine: MakeEngine = engine_factory,
+    waits_s: float = WAITS_S,
 ) -> int:
-    """Join the run, serve it to the end; the exit status. `say` prints. Raises `SettingsError`, `LifecycleError`."""
+    """Join the run, serve it to the end; the exit status. Raises `SettingsError`, `LifecycleError`.
+
+    `report_progress` is called with a line for people at each step.
+    """
     await asyncio.to_thread(remove_leftovers)
     with own_socket_folder(uuid.uuid4().hex) as sockets:
-        keys, client = await _connect(options, say, waits_s)
+        keys, client = await _connect(options, report_progress, waits_s)
         async with client:
             await client.connected(waits_s)
             offer = await client.ask(Apply(PROTOCOL))
@@ -94,7 +101,7 @@ async def serve_run(
                 max_model_tokens=settings.max_model_tokens,
             )
             await client.ask(announced)
-        say(f"joins the run {offer.run} as {offer.name}: its engine is built")
+        report_progress(f"joins the run {offer.run} as {offer.name}: its engine is built")
         with _ends(offer, announced, keys) as (ends, stand_alone):
             generator = Generator(
                 make_engine(settings.model, _seeded(settings, offer)),
@@ -112,10 +119,12 @@ async def serve_run(
                     forwarded=ends.forwarded,
                     has_joined=True,
                 )
-                status = await _until_let_go(server, generator, say)
+                status = await _until_let_go(server, generator, report_progress)
             finally:
                 await generator.close()
-        say(f"has left the run {offer.run}: {server.closing.reason if server.closing else 'it was stopped'}")
+        report_progress(
+            f"has left the run {offer.run}: {server.closing.reason if server.closing else 'it was stopped'}"
+        )
         return status
 
 
@@ -129,13 +138,15 @@ async def release(run: str, name: str, key: Path | None, runs: Path = RUNS) -> N
     assert isinstance(answer, Accepted)
 
 
-async def _connect(options: JoinOptions, say: Say, waits_s: float) -> tuple[CurveKeys | None, JoinClient]:
+async def _connect(
+    options: JoinOptions, report_progress: ReportProgress, waits_s: float
+) -> tuple[CurveKeys | None, JoinClient]:
     """The run's key, where there is one, and a client of it. Raises `SettingsError`."""
     keys = read_keys(options.key, "--key") if options.key is not None else None
     if "://" in options.run:
         require_safe_address(options.run, has_keys=keys is not None, setting="--join", key_setting="--key")
         return keys, JoinClient(options.run, keys)
-    place = await _told(_folder(options), say, waits_s)
+    place = await _wait_for_run(_folder(options), report_progress, waits_s)
     if _is_here(place):
         return None, JoinClient(place.here)
     if keys is None:
@@ -148,7 +159,7 @@ def _folder(options: JoinOptions) -> Path:
     return given if given.is_dir() or os.sep in options.run else options.runs / options.run
 
 
-async def _told(folder: Path, say: Say, waits_s: float) -> JoinPlace:
+async def _wait_for_run(folder: Path, report_progress: ReportProgress, waits_s: float) -> JoinPlace:
     """Wait for the run to take generators in; where. Raises `SettingsError` where it does not, or none is there."""
     path, loop = RunPaths(folder).join, asyncio.get_running_loop()
     deadline_s, has_said = loop.time() + waits_s, False
@@ -165,7 +176,7 @@ async def _told(folder: Path, say: Say, waits_s: float) -> JoinPlace:
                 "generator.join_address and generator.join_key"
             )
         if not has_said:
-            say(f"waits for the run in {folder}")
+            report_progress(f"waits for the run in {folder}")
             has_said = True
         await asyncio.sleep(_LOOK_S)
     return place
@@ -208,7 +219,7 @@ def _ends(
         yield GeneratorEnds(uploads.open, payloads, payloads), StandAlone(None, uploads, keys)
 
 
-async def _until_let_go(server: GeneratorServer, generator: Generator, say: Say) -> int:
+async def _until_let_go(server: GeneratorServer, generator: Generator, report_progress: ReportProgress) -> int:
     """Serve until the run closes it, which a first signal asks for; a second one ends it at once."""
     leaving = asyncio.Event()
 
@@ -216,13 +227,13 @@ async def _until_let_go(server: GeneratorServer, generator: Generator, say: Say)
         os._exit(code)
 
     with StopSignals(lambda code: leaving.set(), abort=end_at_once) as signals:
-        await first_done(server.serve(), _require_use(server, generator, say), _leave(server, leaving))
+        await first_done(server.serve(), _require_use(server, generator, report_progress), _leave(server, leaving))
     if signals.exit_code is not None:
         return signals.exit_code
     return ExitCode.FINISHED if server.closing is not None and server.closing.in_order else ExitCode.FAILED
 
 
-async def _require_use(server: GeneratorServer, generator: Generator, say: Say) -> NoReturn:
+async def _require_use(server: GeneratorServer, generator: Generator, report_progress: ReportProgress) -> NoReturn:
     """Waits for the engine to be built, and for the run to use it. Raises what building it raised, `LifecycleError`."""
     await generator.ready()
     try:
@@ -230,7 +241,7 @@ async def _require_use(server: GeneratorServer, generator: Generator, say: Say) 
             await server.used.wait()
     except TimeoutError:
         raise LifecycleError(f"the run did not connect to {server.address} within {_USED_WITHIN_S:g} s") from None
-    say("serves the run")
+    report_progress("serves the run")
     await asyncio.Future()
     raise AssertionError("nobody ends it")
 

@@ -142,10 +142,10 @@ class _Machine:
 
     def _on_message(self, message: bytes) -> None:
         self._heard_s = asyncio.get_running_loop().time()
-        told: ToMachine = decode(message, ToMachine)  # type: ignore[arg-type]
-        match told:
+        decoded: ToMachine = decode(message, ToMachine)  # type: ignore[arg-type]
+        match decoded:
             case StartRole():
-                self._start = told
+                self._start = decoded
             case StopRole() if self._handle is not None:
                 self._later(self._handle.stop())
             case KillRole() if self._handle is not None:

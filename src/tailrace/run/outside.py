@@ -13,7 +13,7 @@ from tailrace.errors import SettingsError
 from tailrace.records import SamplingParams
 from tailrace.reporting.gauges import Gauge
 from tailrace.rollouts import LoadedEnvironment, RolloutPolicy
-from tailrace.run.folder import told_in, writing
+from tailrace.run.folder import announcement_file, writing
 
 if TYPE_CHECKING:
     from tailrace.gateway import Gateway
@@ -45,10 +45,10 @@ async def offered(
     policy_key = secrets.token_urlsafe(24)
     await gateway.serve(policy_key, new_policy)
     gateway.offers.environments = outside
-    with contextlib.ExitStack() as told:
+    with contextlib.ExitStack() as files:
         with writing(path.parent):
             access = {"url": gateway.root_url, "key": gateway.offers.key, "policy_key": policy_key}
-            told.enter_context(told_in(path, json.dumps(access).encode()))
+            files.enter_context(announcement_file(path, json.dumps(access).encode()))
         yield [_outside_gauge(gateway)] if outside else []
 
 

@@ -195,7 +195,7 @@ class OutsideTrainer(RunTrainer):
             if isinstance(report, TrainingOver):
                 return
             if isinstance(report, ConsumerLost):
-                await self._answer_for_nobody()
+                await self._end_without_trainer()
         if not self._log.has_ended:
             raise TransportError("the stream of samples ended without the trainer's terminal record")
 
@@ -227,16 +227,16 @@ class OutsideTrainer(RunTrainer):
             case _:
                 pass
 
-    def _require_fitting(self, told: WeightsWritten | WeightsOffered) -> None:
-        if told.version < self._newest_weights:
+    def _require_fitting(self, reported: WeightsWritten | WeightsOffered) -> None:
+        if reported.version < self._newest_weights:
             raise Misreported(
-                f"consumer {told.consumer!r} wrote weights of version {told.version} after those of version "
+                f"consumer {reported.consumer!r} wrote weights of version {reported.version} after those of version "
                 f"{self._newest_weights}: versions never run backwards"
             )
-        if isinstance(told, WeightsWritten) != (self._store is not None):
+        if isinstance(reported, WeightsWritten) != (self._store is not None):
             taken = "the trainer's process (transport.weights = 'nccl')" if self._store is None else "folders"
             raise Misreported(
-                f"consumer {told.consumer!r} told of weights elsewhere than where this run takes them from: {taken}"
+                f"consumer {reported.consumer!r} told of weights elsewhere than where this run takes them from: {taken}"
             )
 
     async def _publish(self) -> None:
@@ -244,8 +244,8 @@ class OutsideTrainer(RunTrainer):
         while True:
             await wait_until(self._changed, lambda: self._weights is not None)
             assert self._weights is not None
-            told, self._weights = self._weights, None
-            ref = told.ref if isinstance(told, WeightsOffered) else await self._read(told)
+            reported, self._weights = self._weights, None
+            ref = reported.ref if isinstance(reported, WeightsOffered) else await self._read(reported)
             if ref is not None and not self._log.has_ended:
                 await self._log.append(ModelStateDictPublished(epoch=self._log.epoch, ref=ref))
 
@@ -268,11 +268,11 @@ class OutsideTrainer(RunTrainer):
         async for event in self._log.follow():
             if isinstance(event, StopRequested):
                 await self.samples.request_stop(event)
-                await self._answer_for_nobody()
+                await self._end_without_trainer()
             elif isinstance(event, TrainerEnded):
                 self._why_closed = self._why_closed or f"the run is over: {event.status}, {event.reason}"
 
-    async def _answer_for_nobody(self) -> None:
+    async def _end_without_trainer(self) -> None:
         """A run that was cancelled, or failed, does not wait for a trainer that is not there."""
         is_there = self._listener is not None and self._listener.num_consumers
         if self._log.stop is not None and self._log.stop.status is not RunStatus.FINISHED and not is_there:
@@ -282,8 +282,8 @@ class OutsideTrainer(RunTrainer):
         """The terminal record. Where a stop was asked for, the trainer does not make a success of it."""
         if (stop := self._log.stop) is not None:
             status = max(status, stop.status, key=_WORSE.index)
-            told = "" if reason in ("", stop.reason) else f"; {reason}"
-            reason = f"{stop.role}: {stop.reason}{told}"
+            addition = "" if reason in ("", stop.reason) else f"; {reason}"
+            reason = f"{stop.role}: {stop.reason}{addition}"
         if not self._log.has_ended:
             await self._log.append(TrainerEnded(epoch=self._log.epoch, status=status, step=self._step, reason=reason))
 

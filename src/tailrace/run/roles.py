@@ -28,7 +28,7 @@ from tailrace.reporting.logs import setup_logging
 from tailrace.rollouts.agent_workers.places import LocalPlace
 from tailrace.run.engines import engine_factory, with_adapters, with_weight_transfer
 from tailrace.run.folder import RunPaths
-from tailrace.run.host_transports import HostTransports, Whereabouts, restarts_trainer
+from tailrace.run.host_transports import HostTransports, TransportAddresses, restarts_trainer
 from tailrace.run.memory_transports import memory_transports
 from tailrace.run.phases import observed_process
 from tailrace.run.scheduler_states import SchedulerStates
@@ -65,7 +65,7 @@ class RoleSettings(msgspec.Struct, frozen=True):
     """The run's settings, as JSON."""
     run_folder: str
     epoch: str
-    where: Whereabouts | None
+    where: TransportAddresses | None
     """Addresses and folders that join it to the other roles; None where they are in its own process."""
 
     @property
@@ -186,7 +186,7 @@ async def _lead(role_settings: RoleSettings, ends: TrainerEnds, phases: PhaseRec
     """Train until the terminal record, which this writes on every way out."""
     from tailrace.training.checkpoints.files import latest_checkpoint, put_back
     from tailrace.training.leading import LeadingTrainer
-    from tailrace.training.loop import TrainerPlan, run_trainer, told
+    from tailrace.training.loop import TrainerPlan, reason_and_class, run_trainer
     from tailrace.training.ranks import ALONE
     from tailrace.training.trainer import Trainer
 
@@ -197,7 +197,7 @@ async def _lead(role_settings: RoleSettings, ends: TrainerEnds, phases: PhaseRec
         if newest is not None:
             await asyncio.to_thread(_adopt_scheduler_state, paths, newest)
     except CheckpointError as error:
-        reason, kind = told(error)
+        reason, kind = reason_and_class(error)
         record = TrainerEnded(epoch=role_settings.epoch, status=RunStatus.FAILED, step=0, reason=reason, error=kind)
         await ends.log.append(record)
         raise

@@ -70,8 +70,8 @@ class SchedulerStates:
     def read_newest(self, step: int) -> bytes:
         """That of `step`, or of the newest step before that was told of: an outside trainer may have gone further than
         it told. Empty where there is none. Raises `CheckpointError`."""
-        told = [one for one in _steps(self._folder, suffix=".json") if one <= step]
-        return self.read(max(told)) if step and told else b""
+        steps = [one for one in _steps(self._folder, suffix=".json") if one <= step]
+        return self.read(max(steps)) if step and steps else b""
 
     def _prune(self, first: int, last: int) -> None:
         """Keep the states of `first` to `last` and those of checkpoints; later ones are of a run that was resumed."""

@@ -17,7 +17,7 @@ import msgspec
 from tailrace.errors import LifecycleError, SettingsError
 from tailrace.lifecycle.processes import spawn_role
 from tailrace.lifecycle.roles import RoleSpec
-from tailrace.run.host_transports import Whereabouts
+from tailrace.run.host_transports import TransportAddresses
 from tailrace.run.ranks import Rank
 from tailrace.training.settings.trainer import TrainerSettings
 
@@ -29,7 +29,7 @@ _ORPHAN_GRACE_S = 5.0
 _SLURM_PORT = 29511
 
 
-def trainer_store(where: Whereabouts, size: int) -> Store:
+def trainer_store(where: TransportAddresses, size: int) -> Store:
     """Where ranks of one host meet: a file of the run's own, so that no port is taken."""
     import torch.distributed as dist
 

@@ -95,7 +95,7 @@ class Scheduler(ABC):
 
     @property
     @abstractmethod
-    def _is_handed_over(self) -> bool:
+    def _has_dispatched(self) -> bool:
         """Whether the trainer has something that no step was told of."""
 
     def _before_admission(self) -> None:  # noqa: B027 - most have nothing to do
@@ -278,5 +278,5 @@ class Scheduler(ABC):
             self._outstanding.wake()
 
     def _is_done(self) -> bool:
-        is_empty = not (self._outstanding.groups or self._is_handed_over or self._ended_steps)
+        is_empty = not (self._outstanding.groups or self._has_dispatched or self._ended_steps)
         return is_empty and self._tasks.is_exhausted

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import msgspec
 from typing_extensions import override
 
-from tailrace.batching import STALE, FormedBatch, SampledGroup, told_batch
+from tailrace.batching import STALE, FormedBatch, SampledGroup, reported_batch
 from tailrace.errors import Misreported
 from tailrace.records import (
     ConsumerJoined,
@@ -38,8 +38,8 @@ from tailrace.records import (
 )
 from tailrace.scheduling.admission import AdmissionState
 from tailrace.scheduling.base import SaveState, Scheduler
+from tailrace.scheduling.dispatched import DispatchedRollout, DispatchedSample, DispatchedSamples
 from tailrace.scheduling.groups import GroupRunner
-from tailrace.scheduling.handed_over import HandedOver, HandedRollout, HandedSample
 from tailrace.scheduling.observer import SchedulerObserver
 from tailrace.scheduling.outstanding import ReadyGroup
 from tailrace.scheduling.settings import WINDOW_BATCHES, SchedulingSettings
@@ -104,10 +104,10 @@ class FeedScheduler(Scheduler):
             save_state=save_state,
         )
         self._stream = stream
-        self._hand = HandedOver(WINDOW_BATCHES * settings.batch_size)
+        self._dispatched = DispatchedSamples(WINDOW_BATCHES * settings.batch_size)
         self._carrying = asyncio.Lock()
         """So that nothing is offered again before it was released."""
-        self._told: dict[int, FormedBatch] = {}
+        self._reported: dict[int, FormedBatch] = {}
         """Steps that were told of, until their event comes."""
         self._newest_step = -1
         """That any life of the trainer told of; below 0, the trainer has not begun."""
@@ -122,11 +122,11 @@ class FeedScheduler(Scheduler):
         """
         match report:
             case ConsumerJoined(consumer=consumer):
-                self._hand.join(consumer)
+                self._dispatched.join(consumer)
             case SamplesTaken(consumer=consumer, sample_ids=sample_ids):
-                self._hand.take(consumer, sample_ids)
+                self._dispatched.take(consumer, sample_ids)
             case SamplesWanted(consumer=consumer, samples=samples):
-                self._hand.want(consumer, samples)
+                self._dispatched.want(consumer, samples)
             case SamplesDropped():
                 await self._drop(report)
             case TrainingBegan():
@@ -137,7 +137,7 @@ class FeedScheduler(Scheduler):
                 await self._give_back(report)
             case _:
                 pass
-        self._trainer_waits.set(self._hand.wanted > 0 or not self._hand.in_hand)
+        self._trainer_waits.set(self._dispatched.wanted > 0 or not self._dispatched.in_hand)
         self._outstanding.wake()
 
     def saved(self, step: int) -> None:
@@ -147,40 +147,40 @@ class FeedScheduler(Scheduler):
     @override
     def handle(self, event: StepTrained | StepSkipped) -> None:
         """A step that was told of: its rollouts reach their terminal state."""
-        self._ended_steps.add(event, self._told.pop(event.step))
+        self._ended_steps.add(event, self._reported.pop(event.step))
         self._review_running()
         self._outstanding.wake()
 
     @property
     def figures(self) -> FeedFigures:
         """Where the feed is."""
-        hand = self._hand
+        dispatched = self._dispatched
         return FeedFigures(
-            consumers=len(hand.consumers),
-            in_hand=len(hand.in_hand),
-            taken=len(hand.in_hand) - hand.waiting,
-            returned=hand.returns,
-            trained_again=hand.trained_again,
-            wanted=hand.wanted,
+            consumers=len(dispatched.consumers),
+            in_hand=len(dispatched.in_hand),
+            taken=len(dispatched.in_hand) - dispatched.waiting,
+            returned=dispatched.returns,
+            trained_again=dispatched.trained_again,
+            wanted=dispatched.wanted,
         )
 
     @property
     def num_consumers(self) -> int:
         """Ranks of the trainer that are there."""
-        return len(self._hand.consumers)
+        return len(self._dispatched.consumers)
 
     def describe_waiting(self) -> str:
         """For people: what a feed in which nothing moves waits for; empty where that is not the trainer."""
-        hand = self._hand
-        if self._newest_step < 0 or not hand.consumers:
+        dispatched = self._dispatched
+        if self._newest_step < 0 or not dispatched.consumers:
             return "a consumer of the stream of samples: no rank of the outside trainer is there"
         if self._progress.age > self._stale.max_staleness:
             return (
                 f"the outside trainer to write weights: it is at version {self._progress.version}, and what is sampled "
                 "now would be older than scheduling.max_staleness allows"
             )
-        if hand.in_hand and not hand.wanted:
-            return f"the outside trainer to train on the {len(hand.in_hand)} samples that it was handed"
+        if dispatched.in_hand and not dispatched.wanted:
+            return f"the outside trainer to train on the {len(dispatched.in_hand)} samples that it was handed"
         return ""
 
     # --- admission ---------------------------------------------------------------------------------------------------
@@ -188,17 +188,17 @@ class FeedScheduler(Scheduler):
     @override
     def _admission_state(self) -> AdmissionState:
         """A consumer that waits stands at one version: what it has ages by nothing, and takes no part of the budget."""
-        settings, outstanding, hand = self._settings, self._outstanding, self._hand
-        is_fed = bool(hand.in_hand) and not hand.wanted
-        untaken = self._accounts.ledger.in_flight - hand.taken_rollouts
+        settings, outstanding, dispatched = self._settings, self._outstanding, self._dispatched
+        is_fed = bool(dispatched.in_hand) and not dispatched.wanted
+        untaken = self._accounts.ledger.in_flight - dispatched.taken_rollouts
         buffered_batches = settings.buffer_batches if is_fed else max(1.0, settings.buffer_batches)
         return AdmissionState(
             running=outstanding.running,
             max_running=self._slots_left,
-            waiting_for_trainer=outstanding.ready_rollouts + hand.waiting,
+            waiting_for_trainer=outstanding.ready_rollouts + dispatched.waiting,
             max_waiting=int(buffered_batches * settings.batch_size),
             is_trainer_fed=is_fed,
-            budget_free=max(self._accounts.budget_free, hand.wanted - untaken),
+            budget_free=max(self._accounts.budget_free, dispatched.wanted - untaken),
             untaken=outstanding.untaken,
             age=self._progress.age,
             max_age=self._stale.max_staleness,
@@ -206,10 +206,15 @@ class FeedScheduler(Scheduler):
 
     @property
     @override
-    def _is_handed_over(self) -> bool:
+    def _has_dispatched(self) -> bool:
         """What a consumer has that cannot go on without more is nothing to wait for, once there is no more."""
-        hand = self._hand
-        return bool(self._told or hand.returned or hand.waiting or (hand.in_hand and not hand.wanted))
+        dispatched = self._dispatched
+        return bool(
+            self._reported
+            or dispatched.returned
+            or dispatched.waiting
+            or (dispatched.in_hand and not dispatched.wanted)
+        )
 
     # --- hand-over ---------------------------------------------------------------------------------------------------
 
@@ -217,28 +222,28 @@ class FeedScheduler(Scheduler):
     async def _feed(self) -> None:
         """Offer samples. Waits for credits and for groups; unblocked by both, and by the end of the tasks."""
         while not self._is_done():
-            if self._may_hand_over():
-                await self._hand_over()
+            if self._may_dispatch():
+                await self._dispatch()
                 continue
             await self._outstanding.batches_wake.wait()
             self._outstanding.batches_wake.clear()
 
-    def _may_hand_over(self) -> bool:
-        return self._hand.credits_free > 0 and bool(self._hand.returned or self._outstanding.ready)
+    def _may_dispatch(self) -> bool:
+        return self._dispatched.credits_free > 0 and bool(self._dispatched.returned or self._outstanding.ready)
 
-    async def _hand_over(self) -> None:
+    async def _dispatch(self) -> None:
         """What was given back before anything else, then the oldest group; as the version of now allows."""
         async with self._carrying:
-            if not self._may_hand_over():  # what was given back is over
+            if not self._may_dispatch():  # what was given back is over
                 return
-            handed = self._judged_again() if self._hand.returned else self._judged(self._outstanding.take())
-            self._hand.hand(handed)
-            self._trainer_waits.set(self._hand.wanted > 0 or not self._hand.in_hand)
+            handed = self._judged_again() if self._dispatched.returned else self._judged(self._outstanding.take())
+            self._dispatched.dispatch(handed)
+            self._trainer_waits.set(self._dispatched.wanted > 0 or not self._dispatched.in_hand)
             with phase("offer_samples", track="batches"):
                 await self._stream.offer([self._offered(one) for one in handed])
         self._outstanding.wake()
 
-    def _judged(self, ready: ReadyGroup) -> list[HandedSample]:
+    def _judged(self, ready: ReadyGroup) -> list[DispatchedSample]:
         """A group's samples that are young enough; its task is over only once one of them is trained."""
         taken = self._judge.sample(ready, self._progress.version)
         if taken is None:
@@ -246,22 +251,22 @@ class FeedScheduler(Scheduler):
         self._untrainable.formed()
         return _handed(taken, ready)
 
-    def _judged_again(self) -> list[HandedSample]:
+    def _judged_again(self) -> list[DispatchedSample]:
         """Samples that were given back, as the version of now allows; the others end as stale."""
-        returned, young = [*self._hand.returned.values()], []
+        returned, young = [*self._dispatched.returned.values()], []
         oldest = self._stale.oldest_allowed(self._progress.version)
         for one in returned:
             one.sample = msgspec.structs.replace(one.sample, oldest_version=oldest)
             is_whole = one.loss_tokens == one.sample.branch.num_completion_tokens
             if is_whole or (one.loss_tokens and not self._stale.drops_rollouts):
                 young.append(one)
-                del self._hand.returned[one.sample_id]
+                del self._dispatched.returned[one.sample_id]
             else:
-                self._hand.expire(one, STALE)
+                self._dispatched.expire(one, STALE)
                 self._end_dropped(one.of)
         return young
 
-    def _offered(self, one: HandedSample) -> FeedSample:
+    def _offered(self, one: DispatchedSample) -> FeedSample:
         rollout = one.of.rollout
         return FeedSample(
             sample_id=one.sample_id,
@@ -289,7 +294,7 @@ class FeedScheduler(Scheduler):
                 " of: steps that nobody heard of cannot be accounted for"
             )
         again = self._retained.after(report.step)
-        self._hand.take_back(again)
+        self._dispatched.take_back(again)
         if report.step < self._progress.step:
             lost = self._progress.step - report.step
             _logger.info("the trainer goes on %d steps back; %d samples are handed over again", lost, len(again))
@@ -297,19 +302,19 @@ class FeedScheduler(Scheduler):
 
     async def _end_step(self, report: StepDone) -> None:
         self._require_next(report)
-        trained = self._hand.train(report)
+        trained = self._dispatched.train(report)
         is_new = report.step > self._newest_step
         groups = _by_group(trained)
         for one in trained:
             one.of.is_over = one.of.is_over or not one.of.open
             self._tasks.end(one.of.ready.opened.key, trained=True)
-        formed = told_batch(groups, step=report.step, trainer_version=self._progress.version)
+        formed = reported_batch(groups, step=report.step, trainer_version=self._progress.version)
         self._progress.advance(report.step, report.version)
         self._release_expiring(self._stale.oldest_allowed(report.version))
         self._retained.add(report.step, trained)
         if is_new:
             self._newest_step = report.step
-            self._told[report.step] = formed
+            self._reported[report.step] = formed
         else:
             for group in groups:
                 self._accounts.end(group.trained, Outcome.trained(report.step))
@@ -332,12 +337,12 @@ class FeedScheduler(Scheduler):
             )
 
     async def _drop(self, report: SamplesDropped) -> None:
-        dropped = self._hand.drop(report)
+        dropped = self._dispatched.drop(report)
         for one in dropped:
             self._end_dropped(one.of)
         await self._stream.release([one.sample_id for one in dropped])
 
-    def _end_dropped(self, rollout: HandedRollout) -> None:
+    def _end_dropped(self, rollout: DispatchedRollout) -> None:
         """One of its samples was dropped: its end where that was the last, by what became of the others."""
         if rollout.open or rollout.is_over:
             return
@@ -348,7 +353,7 @@ class FeedScheduler(Scheduler):
 
     async def _give_back(self, report: ConsumerLost) -> None:
         async with self._carrying:
-            given_back = self._hand.lose(report.consumer, report.sample_ids)
+            given_back = self._dispatched.lose(report.consumer, report.sample_ids)
             lost = (report.consumer, report.reason, len(given_back))
             _logger.warning("consumer %r: %s; %d samples are handed over again", *lost)
             await self._stream.release([one.sample_id for one in given_back])
@@ -359,9 +364,9 @@ class _Retained:
 
     def __init__(self, num_bytes: int) -> None:
         self._most_bytes, self._bytes = num_bytes, 0
-        self._steps: deque[tuple[int, list[HandedSample]]] = deque()
+        self._steps: deque[tuple[int, list[DispatchedSample]]] = deque()
 
-    def add(self, step: int, samples: Iterable[HandedSample]) -> None:
+    def add(self, step: int, samples: Iterable[DispatchedSample]) -> None:
         """A step was taken on these."""
         self._steps.append((step, [*samples]))
         self._bytes += _bytes_of(self._steps[-1][1])
@@ -373,27 +378,27 @@ class _Retained:
         while self._steps and self._steps[0][0] <= step:
             self._drop(self._steps.popleft)
 
-    def after(self, step: int) -> list[HandedSample]:
+    def after(self, step: int) -> list[DispatchedSample]:
         """What later steps were taken on, which is not theirs any more."""
-        again: list[HandedSample] = []
+        again: list[DispatchedSample] = []
         while self._steps and self._steps[-1][0] > step:
             again = self._drop(self._steps.pop) + again
         return again
 
-    def _drop(self, pop: Callable[[], tuple[int, list[HandedSample]]]) -> list[HandedSample]:
+    def _drop(self, pop: Callable[[], tuple[int, list[DispatchedSample]]]) -> list[DispatchedSample]:
         samples = pop()[1]
         self._bytes -= _bytes_of(samples)
         return samples
 
 
-def _bytes_of(samples: Iterable[HandedSample]) -> int:
+def _bytes_of(samples: Iterable[DispatchedSample]) -> int:
     return sum(one.sample.num_tokens for one in samples) * _TOKEN_BYTES
 
 
-def _handed(taken: SampledGroup, ready: ReadyGroup) -> list[HandedSample]:
+def _handed(taken: SampledGroup, ready: ReadyGroup) -> list[DispatchedSample]:
     """A group's samples, each with its rollout."""
     rollouts = {
-        rollout.rollout_id: HandedRollout(rollout, ready, len(taken.trained), set[SampleId]())
+        rollout.rollout_id: DispatchedRollout(rollout, ready, len(taken.trained), set[SampleId]())
         for rollout in taken.trained
     }
     handed = []
@@ -401,11 +406,11 @@ def _handed(taken: SampledGroup, ready: ReadyGroup) -> list[HandedSample]:
         rollout = rollouts[sample.rollout_id]
         sample_id = sample_of(sample.rollout_id, sample.branch_index)
         rollout.open.add(sample_id)
-        handed.append(HandedSample(sample_id, sample, rollout))
+        handed.append(DispatchedSample(sample_id, sample, rollout))
     return handed
 
 
-def _by_group(trained: Sequence[HandedSample]) -> list[SampledGroup]:
+def _by_group(trained: Sequence[DispatchedSample]) -> list[SampledGroup]:
     """What a step was taken on, by group; a rollout counts in the step that took the last of its samples."""
     groups: dict[ReadyGroup, SampledGroup] = {}
     for one in trained:

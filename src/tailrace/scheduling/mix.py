@@ -117,7 +117,7 @@ class EnvironmentMix:
         self._most_in_a_row = {name: _most_in_a_row(share) for name, share in self._shares.items()}
         self._state = MixState({name: EnvironmentState() for name in weights})
         self._in_flight = dict.fromkeys(weights, 0)
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
         """Environments that were untrainable, as people were told, and have not recovered since."""
 
     def draw(self, names: Collection[str]) -> str:
@@ -163,7 +163,7 @@ class EnvironmentMix:
         if state.newest in self._shares:
             self._state.newest, self._state.in_a_row = state.newest, state.in_a_row
         self._in_flight = dict.fromkeys(self._shares, 0)
-        self._told = {name for name, one in self._state.environments.items() if one.is_untrainable}
+        self._reported = {name for name, one in self._state.environments.items() if one.is_untrainable}
 
     @property
     def figures(self) -> dict[str, EnvironmentFigures]:
@@ -183,15 +183,15 @@ class EnvironmentMix:
 
     def _tell(self, name: str, state: EnvironmentState) -> None:
         """Log that an environment has become untrainable, and that it has recovered, each once."""
-        if state.is_untrainable and name not in self._told:
-            self._told.add(name)
+        if state.is_untrainable and name not in self._reported:
+            self._reported.add(name)
             _logger.warning(
                 "nothing of the last %d tasks of environment %r could be trained on: it gets no more than its weight's "
                 "share of the tasks handed out, until something can",
                 *(UNTRAINABLE_AFTER, name),
             )
-        elif name in self._told and state.expected >= _RECOVERED:
-            self._told.remove(name)
+        elif name in self._reported and state.expected >= _RECOVERED:
+            self._reported.remove(name)
             _logger.info("most tasks of environment %r can be trained on again", name)
 
     def _progress(self, name: str) -> float:

@@ -102,7 +102,7 @@ class StreamScheduler(Scheduler):
 
     @property
     @override
-    def _is_handed_over(self) -> bool:
+    def _has_dispatched(self) -> bool:
         return self._progress.ahead > 0
 
     @override

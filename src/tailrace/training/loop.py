@@ -106,14 +106,14 @@ async def run_trainer(
         await loop.end_early(RunStatus.FAILED, await loop.explained(error), type(error).__name__)
         raise
     except Exception as error:
-        await loop.end_early(RunStatus.FAILED, *told(error))
+        await loop.end_early(RunStatus.FAILED, *reason_and_class(error))
         await loop.release_ranks()
         raise
     finally:
         await loop.close()
 
 
-def told(error: Exception) -> tuple[str, str]:
+def reason_and_class(error: Exception) -> tuple[str, str]:
     """Reason and class of an error, as a terminal record has them; no class for what Tailrace did not expect."""
     if isinstance(error, TailraceError):
         return str(error), type(error).__name__

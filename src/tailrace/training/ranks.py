@@ -136,13 +136,13 @@ class JoinedRanks(Ranks):
             if isinstance(error, RankLost):
                 raise
             own = error
-        told = self.gather(None if own is None else [type(own).__name__, str(own)])
-        failed = next((rank for rank, words in enumerate(told) if words is not None), None)
+        reports = self.gather(None if own is None else [type(own).__name__, str(own)])
+        failed = next((rank for rank, words in enumerate(reports) if words is not None), None)
         if failed is None:
             return cast("ValueT", result)
-        if own is not None and told[self.rank] == told[failed]:
+        if own is not None and reports[self.rank] == reports[failed]:
             raise own
-        raise _error_of(failed, *cast("list[str]", told[failed]))
+        raise _error_of(failed, *cast("list[str]", reports[failed]))
 
     @override
     def require_same(self, what: str, values: list[float]) -> None:
@@ -190,22 +190,22 @@ class JoinedRanks(Ranks):
 
     def _who_is_gone(self, why: str) -> str:
         """A sentence that names the rank that failed, or those that are silent."""
-        told: dict[int, list[str]] = {}
+        reports: dict[int, list[str]] = {}
         deadline_s = time.monotonic() + _LAST_WORDS_S
-        while len(told) < self.size - 1 and time.monotonic() < deadline_s:
-            told |= {rank: words for rank in self._others if (words := self._told(rank)) is not None}
-            failed = next((rank for rank, words in told.items() if words[0] == _FAILED), None)
+        while len(reports) < self.size - 1 and time.monotonic() < deadline_s:
+            reports |= {rank: words for rank in self._others if (words := self._report_of(rank)) is not None}
+            failed = next((rank for rank, words in reports.items() if words[0] == _FAILED), None)
             if failed is not None:
-                return f"rank {failed} of the trainer failed: {told[failed][1]}"
+                return f"rank {failed} of the trainer failed: {reports[failed][1]}"
             time.sleep(0.05)
-        silent = [rank for rank in self._others if rank not in told]
+        silent = [rank for rank in self._others if rank not in reports]
         names = f"rank{'s' * (len(silent) > 1)} {', '.join(map(str, silent))}" if silent else "a rank"
         return (
             f"{names} of the trainer died or stopped; its part of an exchange did not come within "
             f"{self.deadline_s:g} s (trainer.collective_timeout_s), or its connection was closed: {why}"
         )
 
-    def _told(self, rank: int) -> list[str] | None:
+    def _report_of(self, rank: int) -> list[str] | None:
         try:
             if not self._store.check([_key(rank)]):
                 return None

@@ -343,8 +343,8 @@ class Trainer:
                 break
             self._update()
             taken += 1
-            told = {f"training/last_{name}": found.get(f"training/{name}") for name in _OF_LAST_STEP}
-            metrics = {name: value for name, value in told.items() if value is not None}
+            last = {f"training/last_{name}": found.get(f"training/{name}") for name in _OF_LAST_STEP}
+            metrics = {name: value for name, value in last.items() if value is not None}
         self._optimizer.zero_grad(set_to_none=True)
         return metrics | {"training/optimizer_steps": float(taken)}
 

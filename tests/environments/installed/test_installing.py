@@ -44,13 +44,13 @@ def test_it_is_made_once_and_anew_where_it_is_not_whole(tmp_path: Path) -> None:
     said: list[str] = []
     unreachable = listing(tmp_path, "absent==1.0")
     with pytest.raises(SettingsError, match="could not be installed; pip finds no such package for Python 3"):
-        install(unreachable, say=said.append)
+        install(unreachable, report_progress=said.append)
     assert any("1 of 2: " in line and "quiet" in line for line in said)
     assert not unreachable.is_installed
     said.clear()
 
     whole = listing(tmp_path)
-    python = install(whole, (str(wheel(tmp_path, "own")),), say=said.append)
+    python = install(whole, (str(wheel(tmp_path, "own")),), report_progress=said.append)
     assert said[0].endswith("is half made, or of another version of Tailrace: it is made anew")
     assert said[-1].startswith("installed ")
     printed = subprocess.run([python, "-c", "import own, quiet; print(quiet.WORD)"], capture_output=True, check=True)
@@ -59,7 +59,7 @@ def test_it_is_made_once_and_anew_where_it_is_not_whole(tmp_path: Path) -> None:
     said.clear()
 
     before = python.stat().st_ino, (whole.folder / "tailrace.json").stat().st_mtime_ns
-    install(whole, say=said.append)
+    install(whole, report_progress=said.append)
     assert (python.stat().st_ino, (whole.folder / "tailrace.json").stat().st_mtime_ns) == before
     assert said == [f"quiet==1.0 is installed in {whole.folder}"]
     assert not listing(tmp_path, "more==1.0").is_installed  # another list than it was made with
@@ -69,7 +69,7 @@ def test_it_is_made_once_and_anew_where_it_is_not_whole(tmp_path: Path) -> None:
 
 def test_what_was_installed_must_be_importable(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="was installed and cannot be imported"):
-        install(listing(tmp_path, proof="loud"), say=lambda _: None)
+        install(listing(tmp_path, proof="loud"), report_progress=lambda _: None)
 
 
 def test_an_index_that_cannot_be_reached_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,14 +77,14 @@ def test_an_index_that_cannot_be_reached_is_told(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
     monkeypatch.setenv("PIP_RETRIES", "1")
     with pytest.raises(SettingsError, match=r"the package index cannot be reached: is there a network(.|\n)*goes on"):
-        install(listing(tmp_path, "absent==1.0"), say=lambda _: None)
+        install(listing(tmp_path, "absent==1.0"), report_progress=lambda _: None)
 
 
 def test_a_folder_that_cannot_be_written_to_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with pytest.raises(SettingsError, match=r"cannot be written to .*set XDG_CACHE_HOME"):
-        install(pinned(VERIFIERS), say=lambda _: None)
+        install(pinned(VERIFIERS), report_progress=lambda _: None)
 
 
 @pytest.mark.parametrize(

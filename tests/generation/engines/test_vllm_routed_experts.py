@@ -13,7 +13,7 @@ from tailrace.generation.engines.vllm.core import make_config
 from tailrace.generation.engines.vllm.options import require_vllm
 from tailrace.generation.engines.vllm.progress import Progress
 from tailrace.generation.engines.vllm.requests import core_request
-from tailrace.generation.engines.vllm.routed_experts import HandedOut, ReturnedExperts
+from tailrace.generation.engines.vllm.routed_experts import DeliveredExperts, ReturnedExperts
 from tailrace.generation.settings import GeneratorSettings, ModelSettings
 from tailrace.models.loading import resolve_model
 from tailrace.records import Completion, FinishReason, GenerationRequest
@@ -93,7 +93,12 @@ def test_rows_that_leave_a_gap_are_no_record(caplog: pytest.LogCaptureFixture) -
 
 
 def turn(
-    handed_out: HandedOut, prompt: list[int], count: int, *, prefix: Completion | None = None, aborted: bool = False
+    handed_out: DeliveredExperts,
+    prompt: list[int],
+    count: int,
+    *,
+    prefix: Completion | None = None,
+    aborted: bool = False,
 ) -> tuple[int, list[int]]:
     """One turn of session s: where its experts start, and all tokens."""
     asked = request("r", prompt, session="s", prefix=prefix)
@@ -106,7 +111,7 @@ def turn(
 
 
 def test_a_session_is_handed_each_position_once() -> None:
-    handed_out = HandedOut()
+    handed_out = DeliveredExperts()
     first_start, tokens = turn(handed_out, [1, 2, 3], 4)
     second_start, longer = turn(handed_out, [*tokens, 8, 9], 2)
     third_start, _ = turn(handed_out, [*longer[:5], 50], 2)
@@ -115,7 +120,7 @@ def test_a_session_is_handed_each_position_once() -> None:
 
 def test_an_aborted_turn_counts_for_the_one_that_continues_it_alone() -> None:
     for continues, expected in ((True, 5), (False, 0)):
-        handed_out = HandedOut()
+        handed_out = DeliveredExperts()
         _, tokens = turn(handed_out, [1, 2, 3], 3, aborted=True)
         sampled = np.array(tokens[3:], np.int32)
         part = Completion(sampled, np.zeros(3, np.float32), np.zeros(3, np.int32), FinishReason.ABORTED)
@@ -124,7 +129,7 @@ def test_an_aborted_turn_counts_for_the_one_that_continues_it_alone() -> None:
 
 
 def test_what_never_ran_was_handed_nothing() -> None:
-    handed_out = HandedOut()
+    handed_out = DeliveredExperts()
     turn(handed_out, [1, 2, 3], 0, aborted=True)
     assert turn(handed_out, [1, 2, 3], 2)[0] == 0
     assert turn(handed_out, [1, 2, 3, 0, 1, 7], 1)[0] == 4

@@ -15,16 +15,16 @@ from tailrace.environments import AgentResult
 from tailrace.errors import CorruptData, EnvironmentFailed, JudgeFailed, SettingsError, TailraceError
 from tailrace.records import Branch, Completion, FinishReason, Supports, Task, TaskId
 from tailrace.rollouts.agent_workers.branches import BranchData
-from tailrace.rollouts.agent_workers.last_words import LastWords
+from tailrace.rollouts.agent_workers.exit_report import ExitReport
 from tailrace.rollouts.agent_workers.messages import (
     Failure,
     Played,
-    Told,
+    RolloutReport,
+    pack_rollout_report,
     pack_task,
-    pack_told,
     unpack_report,
+    unpack_rollout_report,
     unpack_task,
-    unpack_told,
 )
 from tailrace.rollouts.agent_workers.segments import Placed
 from tailrace.transport.channels import encode
@@ -66,7 +66,7 @@ def test_a_branch_arrives_as_it_was(turns: list[tuple[int, int, bool]], seed: in
         placed=None,
         turns=len(turns),
         truncated=False,
-        told=b"",  # type: ignore[arg-type]
+        report=b"",  # type: ignore[arg-type]
     )
     received = unpack_report(encode(report))
     assert isinstance(received, Played)
@@ -102,7 +102,7 @@ def test_a_branch_that_cannot_be_is_refused(break_it: Callable[[BranchData], Bra
 
 @given(st.binary(max_size=64))
 def test_bytes_that_are_no_report_raise_one_kind_of_error(body: bytes) -> None:
-    for unpack in (unpack_report, unpack_told):
+    for unpack in (unpack_report, unpack_rollout_report):
         try:
             unpack(body)
         except CorruptData:
@@ -112,7 +112,7 @@ def test_bytes_that_are_no_report_raise_one_kind_of_error(body: bytes) -> None:
 @given(st.integers(0, 400), st.integers(0, 255))
 def test_a_report_with_a_broken_byte_is_refused_or_is_one(place: int, value: int) -> None:
     data = BranchData.of(branch_of([(3, 4, True)], seed=2))
-    report = Played(rollout_id="r", branches=[data], placed=Placed(1, 2), turns=1, truncated=False, told=b"")  # type: ignore[arg-type]
+    report = Played(rollout_id="r", branches=[data], placed=Placed(1, 2), turns=1, truncated=False, report=b"")  # type: ignore[arg-type]
     whole = bytearray(encode(report))
     whole[place % len(whole)] = value
     try:
@@ -126,9 +126,11 @@ def test_a_report_with_a_broken_byte_is_refused_or_is_one(place: int, value: int
 
 def test_users_values_arrive_as_plain_ones() -> None:
     result = AgentResult(np.float32(0.5), {"n": np.int64(2)}, {"a": np.arange(2), "t": (1, 2)})  # type: ignore[arg-type, dict-item]
-    told = unpack_told(pack_told(Told([{"role": "user", "content": "x"}], {"generate_s": 0.1}, result, None)))
-    assert told.reported == AgentResult(0.5, {"n": 2}, {"a": [0, 1], "t": [1, 2]})
-    assert (told.messages, told.scored) == ([{"role": "user", "content": "x"}], None)
+    unpacked = unpack_rollout_report(
+        pack_rollout_report(RolloutReport([{"role": "user", "content": "x"}], {"generate_s": 0.1}, result, None))
+    )
+    assert unpacked.reported == AgentResult(0.5, {"n": 2}, {"a": [0, 1], "t": [1, 2]})
+    assert (unpacked.messages, unpacked.scored) == ([{"role": "user", "content": "x"}], None)
     task = Task(TaskId("shop/train/3"), "shop", 3, {"price": np.float64(2.5), "name": "x"}, seed=7)
     assert unpack_task(pack_task(task)) == Task(TaskId("shop/train/3"), "shop", 3, {"price": 2.5, "name": "x"}, seed=7)
     with pytest.raises(EnvironmentFailed, match="the row of task shop/train/3: a object cannot leave a worker process"):
@@ -158,11 +160,11 @@ def test_last_words_name_the_line_of_users_code_in_the_thread_of_the_loop() -> N
         'Thread 0x00000a (most recent call first):\n  File "<frozen importlib>", line 1 in load\n'
         f'  File "{threading_file()}", line 320 in wait\n  File "/home/me/shop.py", line 7 in buy\n'
     )
-    words = LastWords.read(text, 10)
+    words = ExitReport.read(text, 10)
     assert words is not None
     assert (words.was_held, words.where) == (True, "buy (/home/me/shop.py:7)")
-    assert LastWords.read("", 10) is None
-    crash = LastWords.read(
+    assert ExitReport.read("", 10) is None
+    crash = ExitReport.read(
         text.replace("Timeout (0:00:02)!", "Fatal Python error: Aborted").replace(
             "Thread 0x00000b", "Current thread 0x00000b"
         ),

@@ -10,7 +10,7 @@ import pytest
 
 from tailrace.errors import CorruptData, SettingsError
 from tailrace.records import ModelStateDictRef, WeightsWritten
-from tailrace.transport.weights.outside import WeightTeller
+from tailrace.transport.weights.outside import WeightAnnouncer
 from tailrace.transport.weights.transfer_sockets import TransferPlace
 from tailrace.transport.weights.transfers import TransferReceiver
 
@@ -19,13 +19,13 @@ def test_a_folder_is_told_by_the_path_that_others_find_it_under(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    told = WeightTeller("").tell("rank-0", 3, "weights")
+    told = WeightAnnouncer("").tell("rank-0", 3, "weights")
     assert told == WeightsWritten(consumer="rank-0", version=3, folder=str(tmp_path / "weights"))
 
 
 def test_tensors_are_refused_where_the_run_reads_folders() -> None:
     with pytest.raises(SettingsError, match=r'by transport\.weights = "nccl", and join it by its folder'):
-        WeightTeller("").tell("rank-0", 1, {})
+        WeightAnnouncer("").tell("rank-0", 1, {})
 
 
 def test_without_vllm_tensors_cannot_be_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,7 +34,7 @@ def test_without_vllm_tensors_cannot_be_sent(tmp_path: Path, monkeypatch: pytest
         "tailrace.transport.weights.outside.find_spec", lambda name: None if name == "vllm" else find(name)
     )
     with pytest.raises(SettingsError, match="install the vllm of the run's generators in this environment too"):
-        WeightTeller(str(tmp_path)).tell("rank-0", 1, {})
+        WeightAnnouncer(str(tmp_path)).tell("rank-0", 1, {})
 
 
 @pytest.mark.parametrize("uri", ["../elsewhere", "/tmp/socket", "a\nb", ""])

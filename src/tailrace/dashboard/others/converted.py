@@ -199,8 +199,8 @@ class _Converted:
 
     def _settings(self) -> None:
         """As far as the files tell; `metadata.json` stands beside the older ones of verifiers."""
-        told = _metadata(self._source.path.with_name("metadata.json"))
-        self._model, self._environment = self._model or told.model, self._environment or told.env_id
+        metadata = _metadata(self._source.path.with_name("metadata.json"))
+        self._model, self._environment = self._model or metadata.model, self._environment or metadata.env_id
         names = sorted({name for figures in self._figures.values() for name in figures.environments})
         table = {
             "name": self._source.name,

@@ -40,7 +40,7 @@ _UNREACHABLE = (
 )
 """In what pip writes where it reaches no index."""
 
-Say = Callable[[str], None]
+ReportProgress = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,27 +126,27 @@ def find_installed(requirement: str, *, needed_by: str) -> Path:
     )
 
 
-def install(wanted: Pinned, packages: Sequence[str] = (), *, say: Say) -> Path:
+def install(wanted: Pinned, packages: Sequence[str] = (), *, report_progress: ReportProgress) -> Path:
     """Make the virtual environment where it is not there, and put `packages` of the user's own into it.
 
-    `packages` is what pip takes: names, folders, wheels; they may not change what the list names. `say` hears of the
-    progress. Returns the interpreter. Raises `SettingsError`.
+    `packages` is what pip takes: names, folders, wheels; they may not change what the list names. `report_progress` is
+    called with a line for each step. Returns the interpreter. Raises `SettingsError`.
     """
     with _locked(wanted.folder):
         if wanted.is_installed:
-            say(f"{wanted} is installed in {wanted.folder}")
+            report_progress(f"{wanted} is installed in {wanted.folder}")
         else:
-            _make(wanted, say)
+            _make(wanted, report_progress)
         if packages:
-            _install_packages(wanted, packages, say)
+            _install_packages(wanted, packages, report_progress)
     return wanted.python
 
 
-def _make(wanted: Pinned, say: Say) -> None:
+def _make(wanted: Pinned, report_progress: ReportProgress) -> None:
     if wanted.folder.exists():
-        say(f"{wanted.folder} is half made, or of another version of Tailrace: it is made anew")
+        report_progress(f"{wanted.folder} is half made, or of another version of Tailrace: it is made anew")
         shutil.rmtree(wanted.folder)
-    say(f"making {wanted.folder}")
+    report_progress(f"making {wanted.folder}")
     made = subprocess.run(
         [sys.executable, "-m", "venv", str(wanted.folder)], capture_output=True, text=True, check=False
     )
@@ -157,7 +157,7 @@ def _make(wanted: Pinned, say: Say) -> None:
         )
     listed = wanted.folder / "requirements.txt"
     listed.write_text(wanted.requirements)
-    _pip(wanted, ["--no-deps", "--requirement", str(listed)], say)
+    _pip(wanted, ["--no-deps", "--requirement", str(listed)], report_progress)
     proof = subprocess.run(
         [wanted.python, "-P", "-c", f"import {wanted.proof}"],
         env=_environment(),
@@ -168,18 +168,18 @@ def _make(wanted: Pinned, say: Say) -> None:
     if proof.returncode:
         raise SettingsError(f"{wanted} was installed and cannot be imported:\n{_end_of(proof.stderr.splitlines())}")
     wanted.mark()
-    say(f"{wanted} is installed in {wanted.folder}")
+    report_progress(f"{wanted} is installed in {wanted.folder}")
 
 
-def _install_packages(wanted: Pinned, packages: Sequence[str], say: Say) -> None:
+def _install_packages(wanted: Pinned, packages: Sequence[str], report_progress: ReportProgress) -> None:
     """The user's own, with what they need beside the list."""
     listed = wanted.folder / "requirements.txt"
     # The index may hold later ones of what is there already: none is taken
-    _pip(wanted, ["--constraint", str(listed), *packages], say)
-    say(f"installed {', '.join(packages)}")
+    _pip(wanted, ["--constraint", str(listed), *packages], report_progress)
+    report_progress(f"installed {', '.join(packages)}")
 
 
-def _pip(wanted: Pinned, arguments: Sequence[str], say: Say) -> None:
+def _pip(wanted: Pinned, arguments: Sequence[str], report_progress: ReportProgress) -> None:
     """Run pip in there; each package that it fetches is said."""
     command = [str(wanted.python), "-m", "pip", "install", "--no-input", "--progress-bar", "off", *arguments]
     written: deque[str] = deque(maxlen=400)
@@ -193,9 +193,9 @@ def _pip(wanted: Pinned, arguments: Sequence[str], say: Say) -> None:
             if line.startswith(("Collecting ", "Processing ")):
                 fetched += 1
                 name = line.split()[1].rpartition("/")[2]
-                say(f"  {fetched} of {size}: {name}" if fetched <= size else f"  {name}")
+                report_progress(f"  {fetched} of {size}: {name}" if fetched <= size else f"  {name}")
             elif line.startswith("Installing collected packages"):
-                say("  unpacking")
+                report_progress("  unpacking")
     if pip.returncode:
         raise _failure(wanted, written)
 

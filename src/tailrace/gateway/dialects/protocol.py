@@ -15,7 +15,7 @@ from typing_extensions import override
 from tailrace.errors import TailraceError
 from tailrace.records import Completion, Json, Message, Reply, ToolSpec
 
-Heard: TypeAlias = str | Completion
+ReplyUpdate: TypeAlias = str | Completion
 """What is known of a reply while it is sampled: more of its text, or more of its tokens."""
 
 
@@ -111,7 +111,7 @@ class Stream(Protocol):
     def begin(self) -> Iterable[bytes]:
         """Once, before anything else."""
 
-    def more(self, heard: Sequence[Heard]) -> Iterable[bytes]:
+    def more(self, heard: Sequence[ReplyUpdate]) -> Iterable[bytes]:
         """More of the reply is known."""
 
     def end(self, answer: Answer) -> Iterable[bytes]:
@@ -128,7 +128,7 @@ class Events(Stream, Protocol):
     """Those of a conversation's next message."""
 
     @override
-    def more(self, heard: Sequence[Heard]) -> Iterable[bytes]:
+    def more(self, heard: Sequence[ReplyUpdate]) -> Iterable[bytes]:
         return self.text("".join(one for one in heard if isinstance(one, str)))
 
     def text(self, delta: str) -> Iterable[bytes]:

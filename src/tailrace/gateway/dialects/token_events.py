@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import msgspec
 from typing_extensions import override
 
-from tailrace.gateway.dialects.protocol import Answer, Failure, Heard, Stream
+from tailrace.gateway.dialects.protocol import Answer, Failure, ReplyUpdate, Stream
 from tailrace.gateway.dialects.token_output import ended, tokens
 from tailrace.gateway.dialects.usage import usage
 from tailrace.generation.completions import tail
@@ -29,7 +29,7 @@ class TokenEvents(Stream):
         return ()
 
     @override
-    def more(self, heard: Sequence[Heard]) -> Iterable[bytes]:
+    def more(self, heard: Sequence[ReplyUpdate]) -> Iterable[bytes]:
         for chunk in heard:
             if isinstance(chunk, Completion):
                 self._sent += chunk.num_tokens

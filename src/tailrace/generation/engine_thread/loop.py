@@ -29,7 +29,7 @@ from tailrace.generation.decisions import (
     Step,
     WeightPolicy,
 )
-from tailrace.generation.engine_thread.handout import Delivery, Handout
+from tailrace.generation.engine_thread.delivery_queue import Delivery, DeliveryQueue
 from tailrace.generation.engine_thread.inbox import Call, Inbox, Interruption, RecordedExperts
 from tailrace.generation.engines.protocol import Engine, EngineStatistics, SampledTokens
 from tailrace.records import Completion, FinishReason
@@ -94,7 +94,7 @@ class EngineLoop:
         self._engine, self._inbox, self._policy = engine, inbox, policy
         self._calls: dict[str, Call] = {}
         self._interrupting: list[_Interrupting] = []
-        self._handouts: dict[asyncio.AbstractEventLoop, Handout] = {}
+        self._queues: dict[asyncio.AbstractEventLoop, DeliveryQueue] = {}
         self._notifications: list[Callable[[], None]] = []
         """Called once the statistics are those after this iteration."""
         self._is_reset = False
@@ -183,10 +183,10 @@ class EngineLoop:
             self._notify(loop, delivered)
 
     def _notify(self, loop: asyncio.AbstractEventLoop, deliveries: Sequence[Delivery]) -> None:
-        handout = self._handouts.get(loop)
-        if handout is None:
-            handout = self._handouts[loop] = Handout(loop)
-        self._notifications.append(partial(handout.put, deliveries))
+        queue = self._queues.get(loop)
+        if queue is None:
+            queue = self._queues[loop] = DeliveryQueue(loop)
+        self._notifications.append(partial(queue.put, deliveries))
 
     # --- interruption --------------------------------------------------------------------------------------------
 

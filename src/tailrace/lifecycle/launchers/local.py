@@ -19,7 +19,7 @@ from typing_extensions import override
 from tailrace.child_processes import call_on_exit, describe_exit
 from tailrace.config.shutdown import ShutdownSettings
 from tailrace.errors import LifecycleError
-from tailrace.lifecycle.heartbeats import Beat, Ready, Vigil
+from tailrace.lifecycle.heartbeats import Beat, LivenessWatch, Ready
 from tailrace.lifecycle.launchers.base import Launcher, RoleHandle
 from tailrace.lifecycle.processes import STACKS_S, STOP, spawn_role
 from tailrace.lifecycle.resources import own_socket_folder
@@ -57,7 +57,7 @@ class LocalHandle(RoleHandle):
             raise LifecycleError(f"the {self.spec.name} cannot be started: {error}") from error
         self._lines = bytearray()
         self._killed_for = ""
-        self._vigil = Vigil(self._launcher.restarts, self._end_hung, is_stopped=self._is_stopped)
+        self._liveness_watch = LivenessWatch(self._launcher.restarts, self._end_hung, is_stopped=self._is_stopped)
         self._socket.setblocking(False)
         asyncio.get_running_loop().add_reader(self._socket, self._listen)
         call_on_exit(self._process, self._exited)
@@ -119,7 +119,7 @@ class LocalHandle(RoleHandle):
                 case Ready(address=address):
                     self._was_ready(address)
                 case Beat() as beat:
-                    self._vigil.take(beat)
+                    self._liveness_watch.take(beat)
 
     def _is_stopped(self) -> bool:
         """By SIGSTOP, or a debugger."""
@@ -137,7 +137,7 @@ class LocalHandle(RoleHandle):
 
     def _exited(self) -> None:
         """The process has ended and is not reaped yet: kill the rest of its group."""
-        self._vigil.close()
+        self._liveness_watch.close()
         self._signal(signal.SIGKILL)
         self._listen()  # it may have said that it was ready a moment ago
         status = self._process.wait()

@@ -223,8 +223,8 @@ class RayLauncher(Launcher):
             names = [bundle.role for bundle in self.cluster.group_of(role.spec.name).bundles_of(role.spec.name)]
             shares = [NodeShare(role.spec.name, number, len(hosts), *place) for number in range(len(hosts))]
             specs = [replace(role.spec, name=name, share=share) for name, share in zip(names, shares, strict=True)]
-        told = role.life, self.epoch, self.logs, Path.cwd(), self.settings, self.restarts
-        return [HostOrder(spec, *told) for spec in specs]
+        common = role.life, self.epoch, self.logs, Path.cwd(), self.settings, self.restarts
+        return [HostOrder(spec, *common) for spec in specs]
 
     def own(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         """A task that ends before this launcher is closed."""

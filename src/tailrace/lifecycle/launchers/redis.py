@@ -152,9 +152,9 @@ class RemoteHandle(RoleHandle):
             self._end(-signal.SIGKILL, f"the machine of the {name} gave no sign of life for {silence_s:g} s")
 
     def _on_message(self, message: bytes) -> None:
-        told: FromMachine = decode(message, FromMachine)  # type: ignore[arg-type]
+        decoded: FromMachine = decode(message, FromMachine)  # type: ignore[arg-type]
         self._is_taken, self._heard_s = True, asyncio.get_running_loop().time()
-        match told:
+        match decoded:
             case RoleReady(address):
                 self._was_ready(address)
             case RoleLeft(status, reason):

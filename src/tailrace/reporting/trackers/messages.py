@@ -64,7 +64,7 @@ class End(msgspec.Struct, frozen=True, tag=True):
     """What `summary.json` says; empty where there is none."""
 
 
-class Told(msgspec.Struct, frozen=True):
+class TrackerReport(msgspec.Struct, frozen=True):
     """What comes back, as a line of JSON."""
 
     failed: int = 0
@@ -78,7 +78,7 @@ class Told(msgspec.Struct, frozen=True):
 Message: TypeAlias = Metrics | Histograms | Rollouts | Checkpoint | End
 decode_begin = msgspec.msgpack.Decoder(Begin, dec_hook=lambda kind, value: kind(value)).decode
 decode_message = msgspec.msgpack.Decoder(Message).decode
-decode_told = msgspec.json.Decoder(Told).decode
+decode_report = msgspec.json.Decoder(TrackerReport).decode
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=str)  # paths

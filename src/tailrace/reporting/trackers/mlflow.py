@@ -56,8 +56,8 @@ class MlflowTracker(Tracker):
     def log(self, step: int, wall_s: float, metrics: Mapping[str, float]) -> None:
         now_ms = int(time.time() * 1000)
         values = {**metrics, "wall_s": wall_s}
-        told = [Metric(_named(name), value, now_ms, step) for name, value in values.items()]
-        for some in _some(told, _METRICS_AT_ONCE):
+        points = [Metric(_named(name), value, now_ms, step) for name, value in values.items()]
+        for some in _some(points, _METRICS_AT_ONCE):
             self._client.log_batch(self._run_id, metrics=some)
 
     @override

@@ -16,7 +16,7 @@ from typing import IO
 from tailrace.child_processes import describe_exit
 from tailrace.errors import DataError
 from tailrace.guards import guarded
-from tailrace.reporting.trackers.messages import LATE, Begin, decode_told, frame
+from tailrace.reporting.trackers.messages import LATE, Begin, decode_report, frame
 
 _COMMAND = (sys.executable, "-m", "tailrace.reporting.trackers.worker")
 _LINE_BYTES = 1 << 16
@@ -109,14 +109,14 @@ class TrackerProcess:
     def _take(self, line: bytes) -> None:
         try:
             with guarded("a tracker's answer", DataError):
-                told = decode_told(line)
+                report = decode_report(line)
         except DataError:  # whatever its package wrote there
             return
-        self.failed = max(self.failed, told.failed)
-        if told.is_over:
-            self._warn(f"it could not be started, and nothing is sent to it: {told.why}")
-        elif told.failed:
-            self._warn(f"a call failed, and more are only counted: {told.why}")
+        self.failed = max(self.failed, report.failed)
+        if report.is_over:
+            self._warn(f"it could not be started, and nothing is sent to it: {report.why}")
+        elif report.failed:
+            self._warn(f"a call failed, and more are only counted: {report.why}")
 
     def _warn(self, why: str) -> None:
         """The first is told; the rest is in its log and in the counts."""

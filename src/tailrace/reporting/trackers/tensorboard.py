@@ -31,7 +31,7 @@ class TensorboardTracker(Tracker):
 
     def __init__(self, run: TrackedRun) -> None:
         self._writer = EventFileWriter(str(run.folder), flush_secs=_FLUSH_S)
-        self._told: set[str] = set()
+        self._declared: set[str] = set()
         self._is_resumed = run.is_resumed
         if not run.is_resumed:
             settings = "\n".join(f"    {name} = {value!r}" for name, value in flattened(run.settings))
@@ -77,9 +77,9 @@ class TensorboardTracker(Tracker):
 
     def _about(self, name: str) -> SummaryMetadata | None:
         """Once for each metric; readers keep the first."""
-        if name in self._told:
+        if name in self._declared:
             return None
-        self._told.add(name)
+        self._declared.add(name)
         spec = described(name)
         text = "" if spec is None else f"{spec.description} [{spec.unit}; {spec.reduction} over a step]"
         return scalar_metadata.create_summary_metadata(display_name=None, description=text)

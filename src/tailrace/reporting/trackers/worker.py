@@ -31,7 +31,7 @@ from tailrace.reporting.trackers.messages import (
     Message,
     Metrics,
     Rollouts,
-    Told,
+    TrackerReport,
     decode_begin,
     decode_message,
     read_frame,
@@ -92,9 +92,9 @@ class _Server:
             tracker = load(self._begin.tracker)(self._begin.run)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever it raises costs the tracker, and is told
             traceback.print_exc()
-            self._tell(Told(why=_one_line(error), is_over=True))
+            self._report(TrackerReport(why=_one_line(error), is_over=True))
             return
-        self._tell(Told())
+        self._report(TrackerReport())
         while body := read_frame(requests):
             message = decode_message(body)
             self._call(partial(self._handle, tracker, message))
@@ -107,7 +107,7 @@ class _Server:
         except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever it raises costs the tracker, and is told
             traceback.print_exc()
             self._failed += 1
-            self._tell(Told(self._failed, _one_line(error)))
+            self._report(TrackerReport(self._failed, _one_line(error)))
 
     def _handle(self, tracker: Tracker, message: Message) -> None:
         match message:
@@ -123,9 +123,9 @@ class _Server:
                 self._has_ended = True
                 tracker.end(msgspec.json.decode(summary) if summary else None)
 
-    def _tell(self, told: Told) -> None:
+    def _report(self, report: TrackerReport) -> None:
         try:
-            self._answers.write(msgspec.json.encode(told) + b"\n")
+            self._answers.write(msgspec.json.encode(report) + b"\n")
             self._answers.flush()
         except OSError:  # nobody listens any more
             pass

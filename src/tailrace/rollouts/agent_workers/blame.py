@@ -14,9 +14,9 @@ from tailrace.tracing.watched_tasks import Turns
 
 MARK_BYTES = 8
 """At the file's beginning."""
-NOBODY = 0
+UNATTRIBUTED = 0
 
-_number: contextvars.ContextVar[int] = contextvars.ContextVar("tailrace_played", default=NOBODY)
+_number: contextvars.ContextVar[int] = contextvars.ContextVar("tailrace_played", default=UNATTRIBUTED)
 
 
 class BlameMark:
@@ -35,7 +35,7 @@ class BlameMark:
 
     def end_turn(self) -> None:
         """It waits, or has ended."""
-        self._mark[0] = NOBODY
+        self._mark[0] = UNATTRIBUTED
         self._turns.end_turn()
 
     def _let_go(self) -> None:
@@ -51,7 +51,7 @@ def context_of(number: int, context: contextvars.Context) -> contextvars.Context
 
 
 def blamed(file: bytes) -> int:
-    """The number of the rollout or score that ran last and had not ended its turn; `NOBODY` where none had.
+    """The number of the rollout or score that ran last and had not ended its turn; `UNATTRIBUTED` where none had.
 
     >>> blamed((7).to_bytes(8, "little") + b"Fatal Python error: ...")
     7

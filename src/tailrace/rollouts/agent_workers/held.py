@@ -7,7 +7,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field, replace
 
 from tailrace.environments import AgentResult
-from tailrace.environments.outside import TellClient
+from tailrace.environments.outside import AnswerClient
 from tailrace.records import Branch, Completion, Rollout, SessionId
 from tailrace.rollouts.agent_workers.messages import Failure, Played, Scored
 
@@ -42,7 +42,7 @@ class Held:
     """Those whose next chunk ends them."""
     sampled: defaultdict[SessionId, list[Completion]] = field(default_factory=lambda: defaultdict(list))
     """What it was sent so far: all that is left of it where the worker dies."""
-    tell: TellClient | None = None
+    tell: AnswerClient | None = None
     """The client outside that has claimed it."""
 
 

@@ -1,7 +1,7 @@
 """An agent worker's processes on another machine: a host there starts them, and passes on what either side says.
 
     orchestrator: HostClient ── Begin, ToProcess, WriteStacks, Kill ──► WorkerHost ── a pair of sockets ──► the process
-                             ◄──── FromProcess, Shut, Stopped, Ended ────
+                             ◄──── FromProcess, SocketClosed, Stopped, Ended ────
 
 The host is beside the process as the orchestrator is otherwise: it has its last words and its signals, and holds the
 run's keys, which users' code never sees. Branches go by value. Whoever loses the other ends what it had of it.
@@ -58,7 +58,7 @@ class FromProcess(_Message, frozen=True):
     data: bytes
 
 
-class Shut(_Message, frozen=True):
+class SocketClosed(_Message, frozen=True):
     """It has closed its socket."""
 
 
@@ -75,7 +75,7 @@ class Ended(_Message, frozen=True):
 
 
 ToHost: TypeAlias = Begin | ToProcess | WriteStacks | Kill
-FromHost: TypeAlias = FromProcess | Shut | Stopped | Ended
+FromHost: TypeAlias = FromProcess | SocketClosed | Stopped | Ended
 
 
 # ---- the orchestrator's side
@@ -180,7 +180,7 @@ class HostedProcess(WorkerProcess):
         match message:
             case FromProcess(data):
                 self._transport.deliver(data)
-            case Shut():
+            case SocketClosed():
                 self._transport.end()
             case Stopped(is_so):
                 self._is_stopped = is_so
@@ -278,8 +278,8 @@ class WorkerHost:
             await self._channel.close()
 
     def _receive(self, message: bytes) -> None:
-        told: ToHost = decode(message, ToHost)  # type: ignore[arg-type]
-        match told:
+        decoded: ToHost = decode(message, ToHost)  # type: ignore[arg-type]
+        match decoded:
             case Begin():
                 relay = self._relay = _Relay(self._tell)
                 self._is_killed = False
@@ -372,4 +372,4 @@ class _Relay(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         self.ended.set_result(None)
         if not self._is_over:
-            self._tell(Shut())
+            self._tell(SocketClosed())

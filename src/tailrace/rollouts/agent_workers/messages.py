@@ -153,8 +153,8 @@ class Opened(_Message, frozen=True, kw_only=True):
     """A rollout that a client outside has claimed is open to it."""
 
     rollout_id: RolloutId
-    told: bytes
-    """What the client is answered: see `TellClient`."""
+    answer: bytes
+    """What the client is answered: see `AnswerClient`."""
 
 
 class Ask(_Message, frozen=True, kw_only=True):
@@ -184,8 +184,8 @@ class Played(_Message, frozen=True, kw_only=True):
     """Where branches lie that are too large for the message; it has none then."""
     turns: int
     truncated: bool
-    told: bytes
-    """`Told`."""
+    report: bytes
+    """`RolloutReport`."""
     failure: Failure | None = None
     """It is lost."""
     score_failure: Failure | None = None
@@ -251,7 +251,7 @@ class Failure(msgspec.Struct, frozen=True):
         return error
 
 
-class Told(msgspec.Struct, frozen=True):
+class RolloutReport(msgspec.Struct, frozen=True):
     """What users' code made of a rollout."""
 
     messages: list[Message]
@@ -262,8 +262,8 @@ class Told(msgspec.Struct, frozen=True):
     """By reward functions, in place of it."""
 
 
-class _ToldFields(msgspec.Struct):
-    """`Told` before its values are known to be what they are declared as, which is checked where they are used."""
+class _UncheckedReport(msgspec.Struct):
+    """`RolloutReport` before its values are checked, which is done where they are used."""
 
     messages: Any
     metrics: dict[str, float]
@@ -277,7 +277,7 @@ Report: TypeAlias = Ready | Opened | Ask | Withdraw | Played | Scored | Beat
 _ORDERS: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order, dec_hook=decode_array)
 _REPORTS: msgspec.msgpack.Decoder[Report] = msgspec.msgpack.Decoder(Report, dec_hook=decode_array)
 _TASKS = msgspec.msgpack.Decoder(Task)
-_TOLD = msgspec.msgpack.Decoder(_ToldFields)
+_UNCHECKED = msgspec.msgpack.Decoder(_UncheckedReport)
 
 
 def unpack_order(body: bytes) -> Order:
@@ -301,17 +301,17 @@ def unpack_task(packed: bytes) -> Task:
     return _TASKS.decode(packed)
 
 
-def pack_told(told: Told) -> bytes:
+def pack_rollout_report(report: RolloutReport) -> bytes:
     """Raises `EnvironmentFailed` for values that cannot be sent."""
-    return pack_values(told, "what the rollout reported")
+    return pack_values(report, "what the rollout reported")
 
 
-def unpack_told(packed: bytes) -> Told:
+def unpack_rollout_report(packed: bytes) -> RolloutReport:
     """Raises `CorruptData` for bytes that are none."""
     with guarded("an agent worker sent what is no result of a rollout"):
-        fields = _TOLD.decode(packed)
+        fields = _UNCHECKED.decode(packed)
         require_shallow([fields.messages, fields.reported, fields.scored])
-        return Told(fields.messages, fields.metrics, _as_result(fields.reported), _as_result(fields.scored))
+        return RolloutReport(fields.messages, fields.metrics, _as_result(fields.reported), _as_result(fields.scored))
 
 
 def _as_result(fields: Mapping[str, Any] | None) -> AgentResult | None:

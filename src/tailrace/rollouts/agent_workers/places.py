@@ -32,7 +32,7 @@ class ProcessEnd:
 
     status: int
     """A signal's number, negative, where one ended it."""
-    last_words: bytes = bytes(MARK_BYTES)
+    exit_report: bytes = bytes(MARK_BYTES)
     """The mark of blame, and what `faulthandler` wrote."""
     lost_with: str = ""
     """What took it along, where its own end was not seen."""
@@ -156,7 +156,7 @@ class LocalProcess(WorkerProcess):
     @override
     async def ended(self) -> ProcessEnd:
         status = await self._process.wait()
-        return ProcessEnd(status, self._files.read_last_words())
+        return ProcessEnd(status, self._files.read_exit_report())
 
     @override
     def kill(self) -> None:
@@ -178,22 +178,22 @@ class _Files:
     """What outlives a process that wrote it: its last words, and finished branches."""
 
     def __init__(self, shares_memory: bool) -> None:
-        self._last_words: IO[bytes] = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - closed in `close`
-        self._last_words.write(bytes(MARK_BYTES))
+        self._exit_report: IO[bytes] = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - closed in `close`
+        self._exit_report.write(bytes(MARK_BYTES))
         self.branches = BranchReader() if shares_memory else None
 
     @property
     def numbers(self) -> Sequence[int]:
         """Descriptors, in the order in which the process takes them."""
-        return [self._last_words.fileno(), *([] if self.branches is None else self.branches.files)]
+        return [self._exit_report.fileno(), *([] if self.branches is None else self.branches.files)]
 
-    def read_last_words(self) -> bytes:
+    def read_exit_report(self) -> bytes:
         """With the mark of blame before them."""
-        self._last_words.seek(0)
-        return self._last_words.read()
+        self._exit_report.seek(0)
+        return self._exit_report.read()
 
     def close(self) -> None:
         """Closing twice does nothing."""
-        self._last_words.close()
+        self._exit_report.close()
         if self.branches is not None:
             self.branches.close()

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from tailrace.environments import AgentResult, EnvironmentSettings
-from tailrace.environments.outside import TellClient
+from tailrace.environments.outside import AnswerClient
 from tailrace.errors import LifecycleError, SettingsError, TailraceError, WorkerLost
 from tailrace.records import Generate, Group, Rollout
 from tailrace.rollouts.agent_workers.held import PlayedRollout
@@ -106,7 +106,7 @@ class AgentWorkers:
         await self._least_busy()
         return environment not in self._not_loaded
 
-    async def play(self, rollout: Rollout, *, is_evaluation: bool, tell: TellClient | None = None) -> PlayedRollout:
+    async def play(self, rollout: Rollout, *, is_evaluation: bool, tell: AnswerClient | None = None) -> PlayedRollout:
         """Play and score a rollout in the worker that holds the fewest; see `AgentWorker.play`.
 
         Waits for one that is there. Raises what keeps all of them from starting.

@@ -44,12 +44,12 @@ from tailrace.rollouts.agent_workers.messages import (
     Play,
     Played,
     Ready,
+    RolloutReport,
     Score,
     Scored,
     ScoredBy,
     Taken,
-    Told,
-    pack_told,
+    pack_rollout_report,
     unpack_order,
     unpack_task,
 )
@@ -347,8 +347,8 @@ class AgentWorkerProcess:
     ) -> None:
         task = rollout.task
 
-        def tell(told: bytes) -> None:
-            self._connection.send(Opened(rollout_id=rollout.rollout_id, told=told))
+        def tell(answer: bytes) -> None:
+            self._connection.send(Opened(rollout_id=rollout.rollout_id, answer=answer))
 
         outcome.reported = await _uninterrupted(self._player.play(rollout, policy, environment, tell=tell), task)
         if not environment.spec.scores_rollouts:
@@ -360,12 +360,12 @@ class AgentWorkerProcess:
             outcome.score_failure = Failure.of(error)
 
     def _played(self, rollout: Rollout, outcome: _Outcome, failure: Failure | None) -> Played:
-        told = Told(rollout.messages, rollout.metrics, outcome.reported, outcome.scored)
+        report = RolloutReport(rollout.messages, rollout.metrics, outcome.reported, outcome.scored)
         try:
-            packed = pack_told(told)
+            packed = pack_rollout_report(report)
         except EnvironmentFailed as error:
             failure = failure or Failure.of(EnvironmentFailed(f"task {rollout.task.task_id}: {error}"))
-            packed = pack_told(Told([], rollout.metrics, None, None))
+            packed = pack_rollout_report(RolloutReport([], rollout.metrics, None, None))
         branches = [BranchData.of(branch) for branch in rollout.branches]
         placed = self._branches.place(branches)
         return Played(
@@ -374,7 +374,7 @@ class AgentWorkerProcess:
             placed=placed,
             turns=rollout.turns,
             truncated=rollout.truncated,
-            told=packed,
+            report=packed,
             failure=failure,
             score_failure=outcome.score_failure,
         )

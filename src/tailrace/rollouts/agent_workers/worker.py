@@ -18,14 +18,14 @@ from typing import Any, NoReturn
 import msgspec
 
 from tailrace.environments import AgentResult
-from tailrace.environments.outside import TellClient
+from tailrace.environments.outside import AnswerClient
 from tailrace.errors import CorruptData, LifecycleError, TailraceError, WorkerLost
 from tailrace.records import Completion, Generate, Group, Rollout
 from tailrace.rollouts.agent_workers.blame import MARK_BYTES, blamed
 from tailrace.rollouts.agent_workers.connection import Connection
+from tailrace.rollouts.agent_workers.exit_report import ExitReport
 from tailrace.rollouts.agent_workers.groups import GroupData
 from tailrace.rollouts.agent_workers.held import Held, PlayedRollout, fill_with_known
-from tailrace.rollouts.agent_workers.last_words import LastWords
 from tailrace.rollouts.agent_workers.messages import (
     Answer,
     AnswerChunk,
@@ -40,15 +40,15 @@ from tailrace.rollouts.agent_workers.messages import (
     Play,
     Played,
     Ready,
+    RolloutReport,
     Score,
     Scored,
     ScoredBy,
     Taken,
-    Told,
     Withdraw,
     pack_task,
     unpack_report,
-    unpack_told,
+    unpack_rollout_report,
 )
 from tailrace.rollouts.agent_workers.places import ProcessEnd, WorkerPlace, WorkerProcess
 from tailrace.rollouts.agent_workers.watching import BeatSums
@@ -165,7 +165,7 @@ class AgentWorker:
         self._connection.abort()
         end = await process.ended()
         await asyncio.wait(self._ends)
-        number = blamed(end.last_words)
+        number = blamed(end.exit_report)
         to_blame = next((held for held in self._held.values() if held.number == number), None)
         lost = WorkerLost(self._why(end, to_blame))
         self.has_blamed = to_blame is not None
@@ -224,8 +224,8 @@ class AgentWorker:
 
     def _why(self, end: ProcessEnd, to_blame: Held | None) -> str:
         """Why it ended, for people."""
-        status, last_words = end.status, end.last_words[MARK_BYTES:]
-        words = LastWords.read(last_words.decode(errors="replace"), self._thread_id)
+        status, exit_report = end.status, end.exit_report[MARK_BYTES:]
+        words = ExitReport.read(exit_report.decode(errors="replace"), self._thread_id)
         at_what = "" if to_blame is None else f" while it ran {to_blame.what}"
         if end.lost_with:
             return f"{self.name} is lost: {end.lost_with}"
@@ -246,7 +246,7 @@ class AgentWorker:
 
     # ---- rollouts
 
-    async def play(self, rollout: Rollout, *, is_evaluation: bool, tell: TellClient | None = None) -> PlayedRollout:
+    async def play(self, rollout: Rollout, *, is_evaluation: bool, tell: AnswerClient | None = None) -> PlayedRollout:
         """Play it there, and fill it with what was sampled, also where it is lost.
 
         `tell` answers the client outside that has claimed it, and is told where that is.
@@ -327,23 +327,23 @@ class AgentWorker:
 
     def _filled(self, rollout: Rollout, played: Played | Scored) -> PlayedRollout:
         """Raises what it failed with."""
-        told, played = self._fill(rollout, played)
-        if played.failure is not None or told.reported is None:
+        report, played = self._fill(rollout, played)
+        if played.failure is not None or report.reported is None:
             raise (played.failure or Failure("WorkerLost", f"{self.name} told of no result")).error()
-        return PlayedRollout(told.reported, told.scored, played.score_failure)
+        return PlayedRollout(report.reported, report.scored, played.score_failure)
 
-    def _fill(self, rollout: Rollout, played: Played | Scored) -> tuple[Told, Played]:
+    def _fill(self, rollout: Rollout, played: Played | Scored) -> tuple[RolloutReport, Played]:
         """Raises `WorkerLost` for what is no rollout."""
         assert isinstance(played, Played)  # keys of scores are none of rollouts
         with phase("receive_rollout"):
             try:
                 rollout.branches = [data.branch() for data in played.branches]
-                told = unpack_told(played.told)
+                report = unpack_rollout_report(played.report)
             except CorruptData as error:
                 raise WorkerLost(f"task {rollout.task.task_id}: {self.name}: {error}") from error
-            rollout.messages, rollout.metrics = told.messages, told.metrics
+            rollout.messages, rollout.metrics = report.messages, report.metrics
             rollout.turns, rollout.truncated = played.turns, played.truncated
-        return told, played
+        return report, played
 
     async def _lose_all(self, lost: WorkerLost, to_blame: Held | None = None) -> None:
         """Nothing of what it held comes back; where one is to blame for that, the others are not."""
@@ -375,7 +375,7 @@ class AgentWorker:
             case Opened():
                 held = self._held.get(report.rollout_id)
                 if held is not None and held.tell is not None:
-                    held.tell(report.told)
+                    held.tell(report.answer)
             case Ask():
                 self._ask(report)
             case Withdraw():

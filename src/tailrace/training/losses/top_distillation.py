@@ -56,10 +56,10 @@ class TopDistillation(CandidateComponent):
     def with_derivatives(self, logprobs: Tensor, tokens: LossTokens) -> tuple[Tensor, Tensor]:
         """See the module."""
         bears = (tokens.columns[TEACHER_TOP_IDS] >= 0) & tokens.reward_mask[:, None]
-        told = tokens.columns[TEACHER_TOP_LOGPROBS].to(logprobs.dtype)
-        policy, teacher = (one.exp().where(bears, 0.0) for one in (logprobs, told))
+        teacher_logprobs = tokens.columns[TEACHER_TOP_LOGPROBS].to(logprobs.dtype)
+        policy, teacher = (one.exp().where(bears, 0.0) for one in (logprobs, teacher_logprobs))
         policy_bucket, teacher_bucket = _bucket(policy), _bucket(teacher)
-        difference = (logprobs - told).where(bears, 0.0)  # log(π / q)
+        difference = (logprobs - teacher_logprobs).where(bears, 0.0)  # log(π / q)
         bucket_difference = (policy_bucket / teacher_bucket).log()
         if self.settings.divergence == "forward":
             losses = -(teacher * difference).sum(1) - teacher_bucket * bucket_difference

@@ -165,7 +165,7 @@ def _columns_of(one: _Culprit) -> dict[str, NDArray[Any]]:
     }
 
 
-def _sentence(told: Sequence[Sequence[Any]]) -> str:
+def _sentence(counts: Sequence[Sequence[Any]]) -> str:
     """Of how many rows each rank found, and the file that it wrote.
 
     >>> _sentence([[2, "a.npz"], [0, ""], [1, ""]])
@@ -175,7 +175,7 @@ def _sentence(told: Sequence[Sequence[Any]]) -> str:
     """
     ranks = [
         f"{count} row{'s' * (count > 1)} of rank {rank}" + (f" (kept in {path})" if path else "")
-        for rank, (count, path) in enumerate(told)
+        for rank, (count, path) in enumerate(counts)
         if count
     ]
     return f"not finite are {', '.join(ranks)}" if ranks else "every row is finite by itself, only their sum is not"

@@ -15,7 +15,7 @@ from tailrace.training.settings.components import (
     DistillationSettings,
     ReferenceKlSettings,
 )
-from tailrace.training.settings.masks import MaskSettings, told_name
+from tailrace.training.settings.masks import MaskSettings, name_or_default
 
 DEFAULT_LOSS = "clipped_ratio"
 
@@ -275,7 +275,7 @@ class OwnLossSettings(CommonLossSettings):
 
 def _loss(given: object) -> str:
     """The tag of the loss that is meant."""
-    name = told_name(given, DEFAULT_LOSS)
+    name = name_or_default(given, DEFAULT_LOSS)
     return OWN if ":" in name or name in REFUSED else name
 
 

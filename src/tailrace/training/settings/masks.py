@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self, TypeAlias
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
 
-def told_name(given: object, otherwise: str) -> str:
+def name_or_default(given: object, otherwise: str) -> str:
     """The name in a table or in settings."""
     return str(given.get("name", otherwise) if isinstance(given, dict) else getattr(given, "name", otherwise))
 
@@ -72,6 +72,6 @@ MaskSettings: TypeAlias = Annotated[
     | Annotated[SequenceRatioSettings, Tag("sequence_ratio")]
     | Annotated[GeometricRatioSettings, Tag("geometric_ratio")]
     | Annotated[OffPolicySequenceSettings, Tag("off_policy_sequence")],
-    Discriminator(lambda given: told_name(given, "")),
+    Discriminator(lambda given: name_or_default(given, "")),
 ]
 """One of them, by `name`."""

@@ -39,20 +39,20 @@ class ComponentSums:
             self._sums = values.new_zeros(max(1, len(self._environments)), *values.shape[1:])
         self._sums.index_add_(0, micro_batch.environments, values)
 
-    def told(self) -> list[list[list[float]]]:
+    def as_lists(self) -> list[list[list[float]]]:
         """These sums, for other ranks; waits for the device."""
         sums: list[list[list[float]]] = [] if self._sums is None else self._sums.tolist()
         return sums
 
-    def join(self, told: Sequence[list[list[list[float]]]]) -> None:
+    def join(self, gathered: Sequence[list[list[list[float]]]]) -> None:
         """Make these the sums of all that were told, by each rank one."""
-        if parts := [sums for sums in told if sums]:
+        if parts := [sums for sums in gathered if sums]:
             self._sums = torch.tensor(parts, dtype=torch.float64).sum(0)
 
     def read(self, batch: BatchSummary) -> tuple[dict[str, float], float]:
         """Mean measures by their names in the table of metrics, and what is added to the loss of rewards."""
         added, metrics = 0.0, dict[str, float]()
-        each = self.told()
+        each = self.as_lists()
         for number, component in enumerate(self._components if each else ()):
             rows = [environment[number] for environment in each]
             losses, count, measures = (sum(column) for column in zip(*rows, strict=True))

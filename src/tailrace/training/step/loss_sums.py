@@ -110,9 +110,9 @@ class LossSums:
         own: list[Any] | None = None
         if self._sums is not None and self._maxima is not None:
             own = [self._names, self._sums.tolist(), self._maxima.tolist()]
-        told: list[list[Any]] = ranks.gather([own, self._added.told()])
-        self._added.join([added for _, added in told])
-        if parts := [part for part, _ in told if part is not None]:
+        gathered: list[list[Any]] = ranks.gather([own, self._added.as_lists()])
+        self._added.join([added for _, added in gathered])
+        if parts := [part for part, _ in gathered if part is not None]:
             names, sums, maxima = zip(*parts, strict=True)
             self._names = tuple(names[0])
             self._sums = torch.tensor(sums, dtype=torch.float64).sum(0)
@@ -164,17 +164,17 @@ class LossSums:
         if not sums["tokens"]:
             return {}
         planned, rejected, sequences = (round(sums[name]) for name in ("tokens", "rejected", "sequences"))
-        told = {f"training/{environment}/loss_tokens": sums["tokens"]}
+        metrics = {f"training/{environment}/loss_tokens": sums["tokens"]}
         divisor = self._divisor.of(planned, planned - rejected, sequences)
-        told[f"training/{environment}/loss"] = sums["loss"] / max(divisor, 1)
-        told[f"training/{environment}/staleness"] = sums["age"] / sums["tokens"]
-        told[f"training/{environment}/staleness_max"] = age_max
-        told[f"training/{environment}/ratio_max"] = ratio_max
+        metrics[f"training/{environment}/loss"] = sums["loss"] / max(divisor, 1)
+        metrics[f"training/{environment}/staleness"] = sums["age"] / sums["tokens"]
+        metrics[f"training/{environment}/staleness_max"] = age_max
+        metrics[f"training/{environment}/ratio_max"] = ratio_max
         for name, value in _figures(sums).items():
             key = name.removeprefix("training/")
             if key in OF_ENVIRONMENTS or key.startswith("rejected_share/"):
-                told[f"training/{environment}/{key}"] = value
-        return told
+                metrics[f"training/{environment}/{key}"] = value
+        return metrics
 
 
 def _figures(sums: Mapping[str, float]) -> dict[str, float]:

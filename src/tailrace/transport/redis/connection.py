@@ -182,12 +182,12 @@ class RedisConnection:
         """Before the next try, the longer the longer Redis is away. Raises `TransportError` where that is too long."""
         now_s = time.monotonic()
         if self._away_since_s is None:
-            self._tell_away(now_s, _told(why))
+            self._tell_away(now_s, _reason(why))
         away_s = now_s - (self._away_since_s or now_s)
         if away_s >= self._outage_s:
             raise TransportError(
                 f"Redis at {self.place} was away for {self._outage_s:g} s (transport.redis.outage_s), at last because "
-                f"of: {_told(why)}"
+                f"of: {_reason(why)}"
             ) from why
         if self._closed.wait(min(max(_PAUSE_S, away_s / 2), _LONGEST_PAUSE_S)):
             raise PeerGone(f"the connection to Redis ({self.place}) is closed")
@@ -299,7 +299,7 @@ def _info(reply: Reply) -> dict[str, str]:
     return dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
 
 
-def _told(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     """As Redis said it: the library cuts the first word off."""
     code = getattr(error, "status_code", None)
     return f"{code} {error}" if code else str(error)

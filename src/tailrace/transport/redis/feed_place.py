@@ -28,7 +28,7 @@ class FeedPlace(msgspec.Struct, frozen=True):
     """The folder of sockets at which its generators ask for weights (`transport.weights = "nccl"`), on its host."""
 
     @classmethod
-    def told_in(cls, folder: str | os.PathLike[str], patience_s: float) -> FeedPlace:
+    def announcement_file(cls, folder: str | os.PathLike[str], patience_s: float) -> FeedPlace:
         """Wait for the run to tell. Raises `DataError` where its folder does not, or tells something else."""
         if "://" in str(folder):
             raise SettingsError("a run is joined by its folder, or by Feed(FeedPlace(URL, run=NAME))")

@@ -335,10 +335,10 @@ class RedisSampleSender(SampleSender):
     def _count_leases(self) -> None:
         """Renew the run's own, say what was heard, write again what Redis lost, and find who renews its own no more."""
         ranks = [*self._ranks.values()]
-        told = msgspec.json.encode(OpenFeed(SCHEMA, self._origin.epoch, self._lease_s))
+        encoded = msgspec.json.encode(OpenFeed(SCHEMA, self._origin.epoch, self._lease_s))
         replies = self._watching.execute(
             [
-                ("SET", self._keys.open, told, "PX", int(self._lease_s * 1000)),
+                ("SET", self._keys.open, encoded, "PX", int(self._lease_s * 1000)),
                 *map(self._heard, ranks),
                 *(("GET", self._keys.name(rank.name)) for rank in ranks),
             ]

@@ -23,7 +23,7 @@ _CALL_S = 600.0
 """How long a generator may take for one call of a transfer."""
 
 
-class WeightTeller:
+class WeightAnnouncer:
     """The trainer's end: makes weights reachable, and says how."""
 
     def __init__(self, transfers: str) -> None:

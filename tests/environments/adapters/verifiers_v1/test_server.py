@@ -173,7 +173,7 @@ async def test_one_that_does_not_come_up_costs_the_rollout(
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda folder: serving(folder / "python", version="0.3.1").tasks, "has verifiers 0.3.1, and the version 0.4"),
+        (lambda folder: serving(folder / "python", version="0.3.1").tasks, "has verifiers 0.3.1; this needs 0.4"),
         (lambda folder: serving(folder / "python").tasks, "the environment adding of verifiers has no task"),
         (lambda folder: serving(folder / "absent").tasks, "absent cannot be started: No such file"),
         (

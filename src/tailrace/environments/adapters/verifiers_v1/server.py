@@ -94,14 +94,14 @@ class VerifiersServer:
                 said = ended.stdout.strip()[-_SHOWN_CHARACTERS:]
                 how = describe_exit(ended.returncode)
                 raise SettingsError(f"{self}: the process that was to tell its tasks ended {how}; it wrote: {said}")
-            told = json.loads(answer.read_text())
-        if "error" in told:
-            raise SettingsError(f"{self}: {told['error']}")
-        if not told["version"].startswith("0.4."):
-            raise SettingsError(f"{self.python} has verifiers {told['version']}, and the version 0.4 is spoken here")
-        if not told["tasks"]:
+            described = json.loads(answer.read_text())
+        if "error" in described:
+            raise SettingsError(f"{self}: {described['error']}")
+        if not described["version"].startswith("0.4."):
+            raise SettingsError(f"{self.python} has verifiers {described['version']}; this needs 0.4")
+        if not described["tasks"]:
             raise SettingsError(f"{self} has no task")
-        tasks: list[dict[str, Json]] = told["tasks"]
+        tasks: list[dict[str, Json]] = described["tasks"]
         return tasks
 
     async def play(

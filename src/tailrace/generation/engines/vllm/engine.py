@@ -25,7 +25,7 @@ from tailrace.generation.engines.vllm.guiding import Guide
 from tailrace.generation.engines.vllm.nodes import Nodes
 from tailrace.generation.engines.vllm.progress import Progress
 from tailrace.generation.engines.vllm.requests import PrefixSalts, core_request
-from tailrace.generation.engines.vllm.routed_experts import HandedOut, ReturnedExperts
+from tailrace.generation.engines.vllm.routed_experts import DeliveredExperts, ReturnedExperts
 from tailrace.generation.engines.vllm.weights import WeightInstaller
 from tailrace.generation.settings import GeneratorSettings, ModelSettings
 from tailrace.records import FinishReason, GenerationRequest
@@ -104,7 +104,7 @@ class VllmEngine(Engine):
         self._installed_s = 0.0
         self._kv_cache = kv_cache
         self._salts = PrefixSalts(kv_cache, share_across_versions=share_prefix_across_versions)
-        self._handed_out = HandedOut() if return_routed_experts else None
+        self._delivered_experts = DeliveredExperts() if return_routed_experts else None
         self._running: dict[str, Progress] = {}
         self._core_ids: dict[str, str] = {}
         self._outbox: list[SampledTokens] = []
@@ -138,8 +138,8 @@ class VllmEngine(Engine):
         opens_session = not self._salts.knows(request.session_id)
         salt = self._salts.salt(request.session_id, self._version)
         experts, experts_start = None, 0
-        if self._handed_out and request.owner is not None:
-            experts_start = self._handed_out.start(request)
+        if self._delivered_experts and request.owner is not None:
+            experts_start = self._delivered_experts.start(request)
             experts = ReturnedExperts(request.context_token_ids, experts_start)
         progress = Progress(
             request,
@@ -260,8 +260,8 @@ class VllmEngine(Engine):
 
     def _end(self, progress: Progress, reason: FinishReason, now_s: float) -> SampledTokens:
         del self._running[progress.core_id], self._core_ids[progress.request.request_id]
-        if self._handed_out and progress.experts:
-            self._handed_out.note(progress.request, progress.experts, aborted=reason is FinishReason.ABORTED)
+        if self._delivered_experts and progress.experts:
+            self._delivered_experts.note(progress.request, progress.experts, aborted=reason is FinishReason.ABORTED)
         return progress.report(reason, now_s)
 
     def _salt_waiting_again(self) -> None:

@@ -157,12 +157,12 @@ class Progress:
             self._support_counts = np.resize(self._support_counts, size)
 
 
-def as_scores(told: LogprobsTensors) -> TokenScores:
+def as_scores(tensors: LogprobsTensors) -> TokenScores:
     """vLLM's of a prompt, [num_tokens - 1, 1 + k]: of each token after the first its own, then the likeliest."""
-    scores = TokenScores.unknown(len(told.logprobs) + 1, told.logprobs.shape[1] - 1)
-    logprobs = told.logprobs.float().cpu().numpy()
+    scores = TokenScores.unknown(len(tensors.logprobs) + 1, tensors.logprobs.shape[1] - 1)
+    logprobs = tensors.logprobs.float().cpu().numpy()
     scores.logprobs[1:], scores.top_logprobs[1:] = logprobs[:, 0], logprobs[:, 1:]
-    scores.top_ids[1:] = told.logprob_token_ids[:, 1:].cpu().numpy()
+    scores.top_ids[1:] = tensors.logprob_token_ids[:, 1:].cpu().numpy()
     return scores
 
 

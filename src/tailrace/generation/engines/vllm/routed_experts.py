@@ -40,7 +40,7 @@ class Mark:
         return len(context) >= self.num_tokens and Mark.of(context[: self.num_tokens]) == self
 
 
-class HandedOut:
+class DeliveredExperts:
     """Up to which position each session was handed experts, so that its next turn does not get them again.
 
     What an aborted request was handed counts for one that continues it, and not for one that starts over.

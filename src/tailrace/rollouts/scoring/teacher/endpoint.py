@@ -122,11 +122,11 @@ class EndpointScorer(TokenScorer):
                 scores = await self.score(as_token_ids(token_ids))
         except (TimeoutError, ChatFailed) as error:
             raise ModelError(f"{self._name} does not score tokens: {str(error) or 'no answer in time'}") from error
-        told = int((scores.top_ids >= 0).sum(1).max())
-        if told < self._top_k:
+        num_alternatives = int((scores.top_ids >= 0).sum(1).max())
+        if num_alternatives < self._top_k:
             raise ModelError(
-                f"{self._name} names {told} likely tokens, and trainer.loss.distillation.top_k is {self._top_k}: "
-                "start it with `--max-logprobs` as high, or lower top_k"
+                f"{self._name} names {num_alternatives} likely tokens, and trainer.loss.distillation.top_k is "
+                f"{self._top_k}: start it with `--max-logprobs` as high, or lower top_k"
             )
 
 

@@ -47,19 +47,19 @@ async def read_prompt_logprobs(
     Raises `ValueError` where it is something else, or not of these tokens.
     """
     parts, count = list[TokenScores](), 0
-    for told in _decoded(answer, piece_bytes):
-        tokens = token_ids[count : count + len(told)]
-        count += len(told)
-        if len(tokens) != len(told):
+    for piece in _decoded(answer, piece_bytes):
+        tokens = token_ids[count : count + len(piece)]
+        count += len(piece)
+        if len(tokens) != len(piece):
             break
-        counts = np.array([len(entries or ()) for entries in told], np.int64)
-        if parts or not len(told) or told[0] is not None:  # only the very first token has nothing before it
+        counts = np.array([len(entries or ()) for entries in piece], np.int64)
+        if parts or not len(piece) or piece[0] is not None:  # only the very first token has nothing before it
             own = tokens
         else:
             parts.append(TokenScores.unknown(1, top_k))
             own, counts = tokens[1:], counts[1:]
-        ids = [token_id for entries in told if entries for token_id in entries]
-        logprobs = [entry.logprob for entries in told if entries for entry in entries.values()]
+        ids = [token_id for entries in piece if entries for token_id in entries]
+        logprobs = [entry.logprob for entries in piece if entries for entry in entries.values()]
         columns = np.array(ids, np.int64), np.array(logprobs, np.float32)
         parts.append(TokenScores.of_entries(own, counts, *columns, top_k=top_k, vocabulary=vocabulary))
         await asyncio.sleep(0)

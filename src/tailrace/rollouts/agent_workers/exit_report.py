@@ -18,7 +18,7 @@ _SHOWN_FRAMES = 12
 
 
 @dataclass(frozen=True, slots=True)
-class LastWords:
+class ExitReport:
     """Of a process that ended by itself."""
 
     was_held: bool
@@ -29,11 +29,11 @@ class LastWords:
     """Innermost frame first."""
 
     @classmethod
-    def read(cls, text: str, thread_id: int) -> LastWords | None:
+    def read(cls, text: str, thread_id: int) -> ExitReport | None:
         """Of what was written; None where that is nothing. `thread_id` is that of the event loop's thread.
 
         >>> text = 'Timeout (0:00:02)!\\nThread 0x0a (most recent call first):\\n  File "/a/shop.py", line 3 in buy\\n'
-        >>> LastWords.read(text, 10).where
+        >>> ExitReport.read(text, 10).where
         'buy (/a/shop.py:3)'
         """
         threads = list(_THREAD.finditer(text))

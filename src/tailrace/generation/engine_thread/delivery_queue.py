@@ -24,7 +24,7 @@ class Delivery(Protocol):
         """Called on its event loop; the work that it makes there, in short replies."""
 
 
-class Handout:
+class DeliveryQueue:
     """Of one event loop. `put` is the engine's thread's, all else the loop's."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:

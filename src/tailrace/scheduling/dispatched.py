@@ -1,7 +1,7 @@
-"""Samples in the hands of a trainer that is not ours, and the credits that bound them. Pure.
+"""Samples dispatched to a trainer that is not ours, and the credits that bound them. Pure.
 
-    handed ──► waits (nobody's) ──► a consumer's ──► trained | dropped
-                   └──── given back: the consumer or the sample was lost ────► handed anew, or too old by then
+    dispatched ──► waits (nobody's) ──► a consumer's ──► trained | dropped
+                       └──── given back: the consumer or the sample was lost ────► dispatched again, or too old by then
 
 A sample holds a credit from the hand-over until it is trained on, dropped or given back: by its name, so each credit
 comes back exactly once. There are as many credits as the window is wide. A consumer that cannot go on is lent what it
@@ -24,7 +24,7 @@ _REMEMBERED = 1 << 16
 
 
 @dataclass(slots=True, eq=False)
-class HandedRollout:
+class DispatchedRollout:
     """A rollout of which samples were handed over."""
 
     rollout: Rollout
@@ -45,12 +45,12 @@ class HandedRollout:
 
 
 @dataclass(slots=True, eq=False)
-class HandedSample:
+class DispatchedSample:
     """One sample, and who has it."""
 
     sample_id: SampleId
     sample: TrainingSample
-    of: HandedRollout
+    of: DispatchedRollout
     holder: str | None = None
     """A consumer; None while nobody took it."""
     was_taken: bool = False
@@ -62,22 +62,22 @@ class HandedSample:
         return sum(self.sample.loss_versions().values())
 
 
-class HandedOver:
+class DispatchedSamples:
     """All of them.
 
-    >>> hand = HandedOver(window=2)
-    >>> hand.join("rank-0")
-    >>> hand.want("rank-0", 3)  # more than the window lets out
-    >>> hand.credits_free
+    >>> dispatched = DispatchedSamples(window=2)
+    >>> dispatched.join("rank-0")
+    >>> dispatched.want("rank-0", 3)  # more than the window lets out
+    >>> dispatched.credits_free
     3
     """
 
     def __init__(self, window: int) -> None:
         """`window` counts samples."""
         self._window = window
-        self.in_hand: dict[SampleId, HandedSample] = {}
+        self.in_hand: dict[SampleId, DispatchedSample] = {}
         """Those with a credit, in the order of their hand-over."""
-        self.returned: dict[SampleId, HandedSample] = {}
+        self.returned: dict[SampleId, DispatchedSample] = {}
         """Given back: to be handed over anew, before any other."""
         self.returns = 0
         """How many ever were."""
@@ -106,7 +106,7 @@ class HandedOver:
         """Above 0, what is ready may be handed over; it may overdraw by a group's samples less one."""
         return max(self._window - len(self.in_hand), self.wanted - self.waiting)
 
-    def hand(self, samples: Iterable[HandedSample]) -> None:
+    def dispatch(self, samples: Iterable[DispatchedSample]) -> None:
         """These are about to be offered."""
         for one in samples:
             one.holder = None
@@ -136,7 +136,7 @@ class HandedOver:
             raise Misreported(f"consumer {consumer!r} took sample {others.sample_id}, which {others.holder!r} has")
         for one in taken:
             if self.returned.pop(one.sample_id, None):  # it was thought to be lost, and is not
-                self.hand([one])
+                self.dispatch([one])
             if one.holder is None:
                 one.holder, one.was_taken = consumer, True
                 self.waiting -= 1
@@ -144,7 +144,7 @@ class HandedOver:
                 one.of.taken += 1
         self._wanted[consumer] = max(0, self._wanted[consumer] - len(sample_ids))
 
-    def lose(self, consumer: str, sample_ids: Sequence[SampleId]) -> list[HandedSample]:
+    def lose(self, consumer: str, sample_ids: Sequence[SampleId]) -> list[DispatchedSample]:
         """A consumer is gone; what it had, and the rest of what it was given, is given back: those."""
         self._wanted.pop(consumer, None)
         given = {*sample_ids}
@@ -156,7 +156,7 @@ class HandedOver:
         self.returns += len(given_back)
         return given_back
 
-    def take_back(self, trained: Iterable[HandedSample]) -> None:
+    def take_back(self, trained: Iterable[DispatchedSample]) -> None:
         """The trainer gave up the steps that were taken on these: they are to be handed over anew."""
         for one in trained:
             one.holder = None
@@ -167,7 +167,7 @@ class HandedOver:
                 one.of.trained_samples -= 1
                 one.of.loss_tokens -= one.loss_tokens
 
-    def train(self, report: StepDone) -> list[HandedSample]:
+    def train(self, report: StepDone) -> list[DispatchedSample]:
         """A step was taken on these; without those that are over already. Raises `Misreported`, and then knows nothing
         of the report."""
         what = f"trained step {report.step} on"
@@ -186,7 +186,7 @@ class HandedOver:
             one.of.loss_tokens += one.loss_tokens
         return trained
 
-    def drop(self, report: SamplesDropped) -> list[HandedSample]:
+    def drop(self, report: SamplesDropped) -> list[DispatchedSample]:
         """Nobody will train on these; without those that are over already. Raises `Misreported`."""
         self._require_there(report.consumer, "dropped samples")
         if not (report.reason.isidentifier() and report.reason.isascii() and len(report.reason) <= 64):
@@ -200,7 +200,7 @@ class HandedOver:
             one.of.reason = report.reason
         return dropped
 
-    def expire(self, one: HandedSample, reason: str) -> None:
+    def expire(self, one: DispatchedSample, reason: str) -> None:
         """One that was given back is not handed over anew."""
         self._end(one)
         one.of.reason = reason
@@ -211,7 +211,7 @@ class HandedOver:
         if consumer not in self._wanted:
             raise Misreported(f"a consumer {consumer!r} {what}, and there is none of that name: it has to join first")
 
-    def _found(self, consumer: str, what: str, sample_ids: Sequence[SampleId]) -> list[HandedSample]:
+    def _found(self, consumer: str, what: str, sample_ids: Sequence[SampleId]) -> list[DispatchedSample]:
         """Those in hand, or given back; names of samples that are over are passed over."""
         known = [self.in_hand.get(one) or self.returned.get(one) for one in sample_ids]
         unknown = [name for name, one in zip(sample_ids, known, strict=True) if one is None and name not in self._over]
@@ -221,7 +221,7 @@ class HandedOver:
             )
         return [one for one in known if one is not None]
 
-    def _end(self, one: HandedSample) -> None:
+    def _end(self, one: DispatchedSample) -> None:
         """It is over, in hand or given back; its credit is free."""
         if self.returned.pop(one.sample_id, None) is None:
             self._leave(one)
@@ -230,7 +230,7 @@ class HandedOver:
         if len(self._over) > _REMEMBERED:
             del self._over[next(iter(self._over))]
 
-    def _leave(self, one: HandedSample) -> None:
+    def _leave(self, one: DispatchedSample) -> None:
         """It is in no hand any more."""
         del self.in_hand[one.sample_id]
         if one.holder is None:
