@@ -24,7 +24,7 @@ PACKED = (6 + 2 * 2) * 16
 @pytest.fixture
 def kernels() -> Kernels:
     if find_compiler() is None:
-        pytest.skip("no C++ compiler")
+        pytest.skip("no C++ compiler: make test-system")
     library = load_library()
     assert library is not None
     return Kernels(library)
@@ -219,7 +219,7 @@ def test_a_row_that_is_not_finite_says_so_and_leaves_others_alone(kernels: Kerne
 def test_a_library_is_compiled_once_and_a_compiler_that_fails_is_told(tmp_path: Path) -> None:
     compiler = find_compiler()
     if compiler is None:
-        pytest.skip("no C++ compiler")
+        pytest.skip("no C++ compiler: make test-system")
     library = compiled(compiler, tmp_path)
     written = library.stat().st_mtime_ns
     assert compiled(compiler, tmp_path) == library

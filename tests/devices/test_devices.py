@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="g++ builds the stand-in for a GPU")
+@pytest.mark.skipif(shutil.which("g++") is None, reason="g++ builds the stand-in for a GPU: make test-system")
 def test_engine_and_trainer_keep_to_their_device() -> None:
     command = [sys.executable, "-m", "pytest", "-p", "tests.devices.stand_in", "tests/devices/cases.py"]
     run = subprocess.run(

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import numpy as np
@@ -17,12 +18,14 @@ class FakeHeap:
     def __init__(self, free_bytes: list[int]) -> None:
         self._free = iter(free_bytes)
         self.trimmed = 0
+        self.takes_s = 0.0
 
     def free_bytes(self) -> int:
         return next(self._free)
 
     def give_back(self) -> int:
         self.trimmed += 1
+        time.sleep(self.takes_s)
         return 7 * MEGABYTE
 
 
@@ -53,12 +56,14 @@ def test_memory_that_every_step_uses_again_is_kept() -> None:
 
 
 def test_what_is_given_back_is_told_once() -> None:
-    trimmer = MemoryTrimmer(100, at_once, FakeHeap([500] * 12))
+    heap = FakeHeap([500] * 12)
+    heap.takes_s = 0.02
+    trimmer = MemoryTrimmer(100, at_once, heap)
     for _ in range(10):
         trimmer.step_ended()
     found = trimmer.step_ended()
     assert found["memory/given_back_bytes"] == 7 * MEGABYTE
-    assert found["memory/give_back_s"] >= 0
+    assert 0.02 <= found["memory/give_back_s"] < 10
     assert "memory/given_back_bytes" not in trimmer.step_ended()
 
 

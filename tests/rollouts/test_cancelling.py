@@ -11,7 +11,7 @@ import pytest
 
 from tailrace.environments import EnvironmentSpec, Message, Observation, Policy, Task, ToolSpec, answer_tool_calls
 from tailrace.errors import EnvironmentFailed, RolloutTimeout
-from tailrace.records import Group, GroupId, Rollout, RolloutId, SamplingParams
+from tailrace.records import Completion, GenerationRequest, Group, GroupId, OnChunk, Rollout, RolloutId, SamplingParams
 from tailrace.rollouts import ChatRenderer, Rollouter, RolloutSettings
 from tailrace.rollouts.deadline import Attempts
 from tests.support.loaded import loaded
@@ -65,13 +65,16 @@ async def ask(task: Task, policy: Policy) -> float:
 
 
 async def test_a_request_is_cancelled_with_its_rollout(renderer: ChatRenderer) -> None:
-    cancelled = Cancelled(renderer, delay_s=600)
+    cancelled = Cancelled(renderer)
 
-    async def agent(task: Task, policy: Policy) -> float:
-        cancelled.reached.set()
-        return await ask(task, policy)
+    class Unanswered(ScriptedGenerate):
+        async def __call__(self, request: GenerationRequest, on_chunk: OnChunk | None = None) -> Completion:
+            await cancelled.wait("request")
+            return await super().__call__(request, on_chunk)
 
-    await cancelled.cancel(agent=agent)
+    cancelled.generate = Unanswered(renderer.tokenizer, ["hello"])
+    await cancelled.cancel(agent=ask)
+    assert cancelled.ended == ["request"]
 
 
 async def test_a_judge_is_cancelled_and_waited_for(renderer: ChatRenderer) -> None:

@@ -72,12 +72,14 @@ def test_the_length_ratios_are_those_of_the_rollouts(
     assert summary.loss_length_ratio is not None
     assert warm_from(written, summary.length_ratio)
     lines = records(parent / "run" / "metrics.jsonl")
-    rollouts_counted, tokens, loss_tokens = (
-        sum(line[f"bias/{name}"] for line in lines) for name in ("trained_rollouts", "trained_tokens", "loss_tokens")
+    counted = ("trained_rollouts", "trained_tokens", "loss_tokens", "ended_rollouts", "ended_tokens")
+    rollouts_counted, tokens, loss_tokens, ended_rollouts, ended_tokens = (
+        sum(line[f"bias/{name}"] for line in lines) for name in counted
     )
     assert 0 < rollouts_counted < summary.ledger.by_state["trained"]  # some finished before it was warm
     assert summary.loss_length_ratio / summary.length_ratio == pytest.approx(loss_tokens / tokens)
-    assert lines[-1]["bias/loss_length_ratio"] == pytest.approx(summary.loss_length_ratio, rel=0.05)
+    told = (loss_tokens / rollouts_counted) / (ended_tokens / ended_rollouts)
+    assert lines[-1]["bias/loss_length_ratio"] == pytest.approx(told)
     assert loss_tokens < tokens
 
 

@@ -129,7 +129,8 @@ async def test_reward_functions_of_the_settings_are_what_a_run_trains_on(tmp_pat
         *("--environment.rewards.slow.weight", "2"),
     )
     assert summary.status is RunStatus.FINISHED
-    for one in rollouts(tmp_path / "run"):
-        if one["outcome"]["state"] == "trained":
-            assert one["reward_components"]["slow"] == 0.25
-            assert one["reward"] == one["reward_components"]["length"] + 0.5
+    trained = [one for one in rollouts(tmp_path / "run") if one["outcome"]["state"] == "trained"]
+    assert len(trained) == 4
+    for one in trained:
+        assert one["reward_components"]["slow"] == 0.25
+        assert one["reward"] == one["reward_components"]["length"] + 0.5

@@ -74,13 +74,14 @@ def test_a_forced_call_is_one_of_a_tool_that_was_offered(engine: VllmEngine, tok
     _, form = offered(tools, ("forced", None))
     assert form is not None
     prompt = tokenizer.encode("Who sits beside Max?")
-    for forced in Driver(engine).run(
-        *(asking(f"f{seed}", prompt, json.loads(form.schema), tokenizer, seed=seed) for seed in range(3))
-    ):
-        if forced.finish_reason is FinishReason.STOP:  # a list of calls may be longer than the reply
-            calls = json.loads(said(forced, tokenizer))
-            assert {call["name"] for call in calls} <= {"seat", "swap"}
-            assert all(set(call["arguments"].values()) <= {"Ada", "Bob"} for call in calls)
+    asked = [asking(f"f{seed}", prompt, json.loads(form.schema), tokenizer, seed=seed) for seed in range(8)]
+    # a list of calls may be longer than the reply
+    whole = [forced for forced in Driver(engine).run(*asked) if forced.finish_reason is FinishReason.STOP]
+    assert whole
+    for forced in whole:
+        calls = json.loads(said(forced, tokenizer))
+        assert {call["name"] for call in calls} <= {"seat", "swap"}
+        assert all(set(call["arguments"].values()) <= {"Ada", "Bob"} for call in calls)
     _, form = offered(tools, ("forced", "swap"))
     assert form is not None
     (forced,) = Driver(engine).run(asking("named", prompt, json.loads(form.schema), tokenizer, seed=1))

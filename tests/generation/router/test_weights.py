@@ -45,11 +45,12 @@ class Loader:
 class Listener:
     def __init__(self) -> None:
         self.installed: list[int] = []
+        self.durations_s: list[float] = []
         self.not_installed: list[int] = []
 
     def weights_installed(self, version: int, duration_s: float) -> None:
-        assert duration_s >= 0
         self.installed.append(version)
+        self.durations_s.append(duration_s)
 
     def weights_not_installed(self, version: int) -> None:
         self.not_installed.append(version)
@@ -96,10 +97,12 @@ async def test_of_versions_published_while_one_loads_exactly_the_newest_is_loade
         await until(lambda: loader.loads == [1])
         for version in (2, 4, 3):
             here.weights.publish(ref(version))
+        await asyncio.sleep(0.03)
         loader.may_load.set()
         await until(lambda: here.listener.installed == [1, 4])
         await asyncio.sleep(0.01)
         assert loader.loads == [1, 4]
+        assert all(0.02 < duration_s < 20 for duration_s in here.listener.durations_s)
 
 
 async def test_a_load_that_fails_is_tried_again_and_succeeds_later() -> None:
