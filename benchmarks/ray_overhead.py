@@ -2,12 +2,13 @@
 
     python benchmarks/ray_overhead.py [--json] [--quick] [--case ...]
 
-Runs the quickstart with both placements at once, each on a core of its own, so that both meet the same machine; the
-next turn swaps the cores. Under Ray it runs on a cluster of one node that this program starts on the loopback. From
-the step WARM_UP to one of the last, the tokens trained over user and system CPU of the run's processes: the command's
-and all below it, and under Ray each role with the actor that has it. What else of Ray's runs there (raylet, head,
-agents, idle workers) is `ray_daemons_cpu_s`. `start_s` is from the command to the first step's record, which is later
-than the first rollout. `case` median is that of each column over the turns.
+Runs the quickstart with both placements, under Ray on a cluster of one node that this program starts on the loopback.
+Both take turns of SLICE_S: while one has the machine, all processes of the other are stopped (SIGSTOP). So both meet
+the same machine, whose speed changes within minutes by more than what is looked for. Compared are the tokens trained
+per second of user and system CPU of the run's processes, from the step WARM_UP on: the command's and all below it, and
+under Ray each role with the actor that has it. What else of Ray's runs there (raylet, head, agents, idle workers) is
+`ray_daemons_cpu_s`. `start_s` is from the command to the first step's record, which is later than the first rollout,
+with the other run stopped. `case` median is that of each column over the turns.
 """
 
 from __future__ import annotations
@@ -27,22 +28,21 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 
 import psutil
 from benchmarks.peers import TAILRACE, environment
 
 TURNS = 3
-WARM_UP, STEPS, QUICK_STEPS = 10, 100, 18
+WARM_UP, STEPS, QUICK_STEPS = 10, 100, 30
 COOL_DOWN = 3
 """Steps before the end that processes are looked at for the last time: one that has left has no CPU time."""
+SLICE_S, LOOK_S = 1.0, 0.02
 LEAST_RATIO, START_S = 0.97, 30.0
 LOOPBACK = "127.0.0.1"
 OBJECT_STORE_BYTES = 80 << 20
 CPUS = 4
-LOOK_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -62,15 +62,6 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Steady:
-    """Of one run."""
-
-    tokens_per_cpu_s: float
-    start_s: float
-    daemons_cpu_s: float = 0.0
-
-
-@dataclass(frozen=True)
 class RayCluster:
     """Of one node."""
 
@@ -78,47 +69,89 @@ class RayCluster:
     daemons: list[psutil.Process]
     """Below which all other processes of Ray are."""
 
-
-def measure(folder: Path, core: int, steps: int, ray: RayCluster | None = None) -> Steady:
-    """One run, on this core, under Ray where there is a cluster."""
-    placement = () if ray is None else ("--placement", "ray", "--ray.address", ray.address)
-    arguments = ["train", "quickstart", "--max_steps", str(steps), "--observability.live", "off", *placement]
-    began_s = time.monotonic()
-    with (folder / "train.log").open("w") as output:
-        run = subprocess.Popen(
-            ["taskset", "--cpu-list", str(core), str(TAILRACE), *arguments],
-            cwd=folder,
-            env=environment(),
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
-        metrics = folder / "runs" / "quickstart" / "metrics.jsonl"
-        wait_for(metrics, 1, run, folder)
-        start_s = time.monotonic() - began_s
-        wait_for(metrics, WARM_UP, run, folder)
-        first, before = len(lines(metrics)), taken_s(run, ray)
-        wait_for(metrics, steps - COOL_DOWN, run, folder)
-        last, after = len(lines(metrics)), taken_s(run, ray)
-        if run.wait():
-            sys.exit((folder / "train.log").read_text()[-4000:])
-    tokens = sum(line["bias/trained_tokens"] for line in lines(metrics)[first:last])
-    own_s, all_ray_s = (after[0] - before[0], after[1] - before[1])
-    return Steady(tokens / own_s, start_s, all_ray_s)
+    def processes(self) -> tuple[list[psutil.Process], list[psutil.Process]]:
+        """Those that belong to a run's roles, and all others."""
+        roles, others = [], []
+        for process in families(self.daemons):
+            with contextlib.suppress(psutil.Error):
+                command = process.cmdline()
+                is_role = "RoleHost" in " ".join([process.name(), *command]) or "tailrace.lifecycle.child" in command
+                (roles if is_role else others).append(process)
+        return roles, others
 
 
-def taken_s(run: subprocess.Popen[bytes], ray: RayCluster | None) -> tuple[float, float]:
-    """CPU of the run's own processes, and of all others that are Ray's."""
-    own_s, others_s = sum(map(cpu_s, family(psutil.Process(run.pid)))), 0.0
-    for process in itertools.chain.from_iterable(map(family, ray.daemons if ray is not None else ())):
-        with contextlib.suppress(psutil.Error):
-            is_role = "RoleHost" in process.name() or "RoleHost" in " ".join(process.cmdline())
-            is_role = is_role or "tailrace.lifecycle.child" in process.cmdline()
-            own_s, others_s = own_s + is_role * cpu_s(process), others_s + (not is_role) * cpu_s(process)
-    return own_s, others_s
+@dataclass(frozen=True)
+class Look:
+    """At a run, when a step was recorded."""
+
+    step: int
+    own_cpu_s: float
+    daemons_cpu_s: float
 
 
-def family(root: psutil.Process) -> list[psutil.Process]:
-    return [root, *root.children(recursive=True)]
+class Run:
+    """A training of the quickstart, which can be stopped and go on."""
+
+    def __init__(self, folder: Path, steps: int, ray: RayCluster | None = None) -> None:
+        self._log, self._ray = folder / "train.log", ray
+        self._metrics = folder / "runs" / "quickstart" / "metrics.jsonl"
+        placement = () if ray is None else ("--placement", "ray", "--ray.address", ray.address)
+        options = ["--max_steps", str(steps), "--observability.live", "off", "--observability.stall_s", "600"]
+        with self._log.open("w") as output:
+            self._process = subprocess.Popen(
+                [str(TAILRACE), "train", "quickstart", *options, *placement],
+                cwd=folder,
+                env=environment(),
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+        self._stopped: list[psutil.Process] = []
+        self.looks: list[Look] = []
+
+    def go_on(self, until_step: int, for_s: float = float("inf")) -> bool:
+        """Until this step is recorded, and then or after so many seconds stop again; whether it was."""
+        for process in self._stopped:
+            process.resume()
+        ends_s = time.monotonic() + for_s
+        while (step := self._recorded()) < until_step and time.monotonic() < ends_s:
+            if self._process.poll() is not None:
+                sys.exit(self._log.read_text()[-4000:])
+            if step >= WARM_UP and (not self.looks or step > self.looks[-1].step):
+                self.looks.append(self._look(step))
+            time.sleep(LOOK_S)
+        self._stopped = self._processes()
+        for process in self._stopped:
+            process.suspend()
+        return step >= until_step
+
+    def end(self) -> None:
+        """Its last steps."""
+        for process in self._stopped:
+            process.resume()
+        if self._process.wait():
+            sys.exit(self._log.read_text()[-4000:])
+
+    def steady(self) -> tuple[float, float]:
+        """Tokens trained per CPU-second, and the CPU-seconds of the daemons meanwhile."""
+        first, last = self.looks[0], self.looks[-1]
+        lines = self._metrics.read_text().splitlines()[first.step : last.step]
+        tokens = sum(json.loads(line)["bias/trained_tokens"] for line in lines)
+        return tokens / (last.own_cpu_s - first.own_cpu_s), last.daemons_cpu_s - first.daemons_cpu_s
+
+    def _recorded(self) -> int:
+        return self._metrics.read_bytes().count(b"\n") if self._metrics.exists() else 0
+
+    def _processes(self) -> list[psutil.Process]:
+        roles = [] if self._ray is None else self._ray.processes()[0]
+        return [*families([psutil.Process(self._process.pid)]), *roles]
+
+    def _look(self, step: int) -> Look:
+        others = [] if self._ray is None else self._ray.processes()[1]
+        return Look(step, sum(map(cpu_s, self._processes())), sum(map(cpu_s, others)))
+
+
+def families(roots: Iterable[psutil.Process]) -> list[psutil.Process]:
+    return [one for root in roots for one in (root, *root.children(recursive=True))]
 
 
 def cpu_s(process: psutil.Process) -> float:
@@ -128,33 +161,14 @@ def cpu_s(process: psutil.Process) -> float:
     return 0.0
 
 
-def lines(metrics: Path) -> list[dict[str, float]]:
-    if not metrics.exists():
-        return []
-    return [json.loads(line) for line in metrics.read_text().splitlines(keepends=True) if line.endswith("\n")]
-
-
-def wait_for(metrics: Path, count: int, run: subprocess.Popen[bytes], folder: Path) -> None:
-    while len(lines(metrics)) < count:
-        if run.poll() is not None:
-            sys.exit((folder / "train.log").read_text()[-4000:])
-        time.sleep(LOOK_S)
-
-
 @contextlib.contextmanager
-def cluster(core: int) -> Iterator[RayCluster]:
-    """One on this core."""
+def cluster() -> Iterator[RayCluster]:
     quiet = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
     os.environ.update({**environment(), **quiet})
     from ray.cluster_utils import Cluster
 
     head = {"num_cpus": CPUS, "node_ip_address": LOOPBACK, "object_store_memory": OBJECT_STORE_BYTES}
-    cores = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {core})  # which Ray's processes inherit
-    try:
-        started = Cluster(initialize_head=True, head_node_args={**head, "include_dashboard": False})
-    finally:
-        os.sched_setaffinity(0, cores)
+    started = Cluster(initialize_head=True, head_node_args={**head, "include_dashboard": False})
     try:
         yield RayCluster(started.address, psutil.Process().children())
     finally:
@@ -162,30 +176,37 @@ def cluster(core: int) -> Iterator[RayCluster]:
 
 
 def turn(number: int, steps: int, *, quick: bool) -> Row:
-    cores = sorted(os.sched_getaffinity(0))[:2]
-    own, rays = reversed(cores) if number % 2 else cores
     with contextlib.ExitStack() as stack:
         folders = [Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tailrace-ray-"))) for _ in range(2)]
-        ray = stack.enter_context(cluster(rays))
-        sides = stack.enter_context(ThreadPoolExecutor())
-        local = sides.submit(measure, folders[0], own, steps)
-        under_ray = sides.submit(measure, folders[1], rays, steps, ray)
-        found = row(f"turn-{number}", local.result().tokens_per_cpu_s, under_ray.result(), quick=quick)
+        ray = stack.enter_context(cluster())
+        local = Run(folders[0], steps)
+        local.go_on(WARM_UP)
+        began_s = time.monotonic()
+        under_ray = Run(folders[1], steps, ray)
+        under_ray.go_on(1)
+        start_s = time.monotonic() - began_s
+        under_ray.go_on(WARM_UP)
+        for run in itertools.cycle((local, under_ray)):
+            if run.go_on(steps - COOL_DOWN, SLICE_S):
+                break
+        for run in (local, under_ray):
+            run.end()
+        found = row(f"turn-{number}", local.steady()[0], *under_ray.steady(), start_s, quick=quick)
     progress(f"turn {number}: {found}")
     return found
 
 
-def row(case: str, local_tokens_per_cpu_s: float, ray: Steady, *, quick: bool) -> Row:
-    ratio = ray.tokens_per_cpu_s / local_tokens_per_cpu_s
+def row(case: str, local_per_s: float, ray_per_s: float, daemons_s: float, start_s: float, *, quick: bool) -> Row:
+    ratio = ray_per_s / local_per_s
     return Row(
         case=case,
-        local_tokens_per_cpu_s=local_tokens_per_cpu_s,
-        ray_tokens_per_cpu_s=ray.tokens_per_cpu_s,
+        local_tokens_per_cpu_s=local_per_s,
+        ray_tokens_per_cpu_s=ray_per_s,
         ratio=ratio,
-        ray_daemons_cpu_s=ray.daemons_cpu_s,
-        start_s=ray.start_s,
+        ray_daemons_cpu_s=daemons_s,
+        start_s=start_s,
         target=f"ratio at least {LEAST_RATIO}, start within {START_S:.0f} s",
-        met=None if quick else ratio >= LEAST_RATIO and ray.start_s <= START_S,
+        met=None if quick else ratio >= LEAST_RATIO and start_s <= START_S,
     )
 
 

@@ -10,6 +10,7 @@ import math
 import os
 import random
 import signal
+import sys
 import time
 from collections.abc import Iterator
 
@@ -23,6 +24,10 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ[_name] = "1"
+
+# Where a machine forbids bytecode, each of the thousand processes that tests start would compile all modules anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # Else Ray takes another address than the loopback for this machine's. It reads this at its first import: maybe by vLLM.
 os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
