@@ -104,6 +104,16 @@ def require_safe_address(address: str, *, has_keys: bool, setting: str, key_sett
         raise SettingsError(f"{setting} = {address} can be reached from other machines: give {key_setting} as well")
 
 
+def is_of_this_machine(address: str) -> bool:
+    """Whether no other machine reaches it.
+
+    >>> [is_of_this_machine(address) for address in ("ipc:///run/join", "tcp://localhost:5800", "tcp://10.0.0.5:5800")]
+    [True, True, False]
+    """
+    parts = urlsplit(address)
+    return parts.scheme == "ipc" or _is_loopback(parts.hostname or "")
+
+
 def _is_loopback(host: str) -> bool:
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
