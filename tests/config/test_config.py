@@ -171,6 +171,10 @@ ON_GPUS = ["--trainer.device", "cuda", "--generator.engine", "vllm"]
         (["--generator.join_key", "key"], "for generator.join_address, which is unset"),
         ([*JOINED, "--generator.join_address", "tcp://10.0.0.1:1"], "give generator.join_key as well"),
         (["--generator.replicas", "{min = 3, max = 2}"], r"generator\.replicas\.min is 3 and max 2: give a max"),
+        (
+            ["--transport.batches", "redis", "--transport.redis.url", "redis://:secret[@host:6379/0"],
+            r"^command line: transport\.redis\.url cannot be read \((?!.*secret)",
+        ),
         (["--generator.replicas", "{min = 2}"], r"generator\.replicas\.min is 2 and max 1"),
         (
             ["--generator.replicas", "{min = 0, max = 2}"],

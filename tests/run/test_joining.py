@@ -255,11 +255,16 @@ def _unsafe(offer: Offer) -> Announce:
     return msgspec.structs.replace(_another(offer), address="tcp://10.0.0.1:5757")
 
 
+def _malformed(offer: Offer) -> Announce:
+    return msgspec.structs.replace(_another(offer), address="tcp://[10.0.0.1:5757")
+
+
 @pytest.mark.parametrize(
     ("announced", "why"),
     [
         (_another, "serves other, another model than model.name = bundled:quickstart (num_hidden_layers is 99 there"),
         (_other_weights, "serves other, not the weights of model.name = bundled:quickstart"),
+        (_malformed, "--address = tcp://[10.0.0.1:5757 is no address"),
         (_unsafe, "can be reached from other machines: give --key as well"),
     ],
 )
@@ -289,6 +294,7 @@ async def test_a_generator_that_fails_before_it_comes_keeps_no_place(tmp_path: P
     [
         ("tcp://10.0.0.5:5800", None, r"--address: the run at tcp://10\.0\.0\.5:5800 connects to this generator"),
         ("tcp://127.0.0.1:5800", "tcp://0.0.0.0:5757", "stands for all addresses of this host"),
+        ("tcp://127.0.0.1:5800", "tcp://[10.0.0.7:5757", "is no address: write tcp://HOST:PORT"),
     ],
 )
 async def test_one_that_its_run_could_not_connect_to_is_refused_before_it_asks(

@@ -273,6 +273,9 @@ class JoinListener:
                 answer = await self._handler.answer(question, self._keys, is_here=self._is_here)
             except CorruptData as error:
                 answer = Refused(f"the run cannot read what it was sent: {error}")
+            except Exception as error:  # of any kind: others may still join
+                _logger.exception("a generator that asks to join is not answered")
+                answer = Refused(f"the run cannot answer: {error!r}")
             await self._socket.send_multipart([sender, encode(answer)])
 
     async def close(self) -> None:

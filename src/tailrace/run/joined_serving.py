@@ -85,6 +85,9 @@ async def serve_run(
     await asyncio.to_thread(remove_leftovers)
     with own_socket_folder(uuid.uuid4().hex) as sockets:
         keys, where = await _found(options, say, waits_s)
+        if options.address is not None:
+            has_keys = keys is not None
+            require_safe_address(options.address, has_keys=has_keys, setting="--address", key_setting="--key")
         _require_reachable(options.address, where)
         async with JoinClient(where, keys) as client:
             await client.connected(waits_s)
