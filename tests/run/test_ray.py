@@ -9,6 +9,7 @@ import platform
 import re
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -468,6 +469,12 @@ async def test_a_node_that_leaves_while_it_is_asked_for_its_version_is_none_of_t
 async def test_an_address_where_no_cluster_is_is_refused() -> None:
     with pytest.raises(SettingsError, match=r"ray\.address = '127\.0\.0\.1:1': nothing answers there"):
         await RayCluster.reach(RaySettings(address="127.0.0.1:1"), "run", "epoch")
+
+
+async def test_where_ray_is_not_installed_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(SettingsError, match=r"needs the package ray: pip install 'tailrace\[ray\]'"):
+        await RayCluster.reach(RaySettings(), "run", "epoch")
 
 
 @pytest.mark.parametrize(
