@@ -169,6 +169,10 @@ def test_the_command_is_one_that_tailrace_has_and_goes_on_where_its_run_has_begu
         ((*ON_GPUS, "--generator.tensor_parallel", "16"), "the generator (16 CPUs, 16 GPUs) fits no node of 64 CPUs"),
         (("--folder", "/shared"), "--folder is for slurm"),
         (("--resume",), "goes on by itself"),
+        (
+            ("--transport.batches", "redis", "--transport.redis.url", "redis://:secret@host:6379/0"),
+            "TAILRACE_REDIS_PASSWORD",
+        ),
     ],
 )
 def test_what_cannot_run_there_is_told_in_a_sentence_with_status_2(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,15 @@ from tests.cluster.commands import require_known
 
 IMAGE = ("--image", "registry.example/tailrace:1")
 SPREAD = ("--gpus-per-node", "0", "--cpus-per-node", "4", "--generator.replicas", "2")
+WITH_PASSWORD = ("--transport.batches", "redis", "--transport.redis.url", "redis://host:6379/0?password=secret")
 ON_GPUS = ("--trainer.device", "cuda", "--generator.engine", "vllm")
+
+ODD = 'mod\'els/$(HOME) "x": $$(POD_IP) $$ $y'
 
 CASES = {
     "one pod": IMAGE,
     "generators in pods of their own": (*IMAGE, *SPREAD, "--memory", "64Gi", "--claim", "shared"),
-    "names that Kubernetes would take for references": (
-        *(*IMAGE, *SPREAD, "--name", "Run_1.b", "--model.name", 'mod\'els/$(HOME) "x": y'),
-    ),
+    "names that Kubernetes would take for references": (*(*IMAGE, *SPREAD, "--name", "Run_1.b", "--model.name", ODD),),
     "ranks and generators on GPUs": (
         *(*IMAGE, *ON_GPUS, "--trainer.ranks", "8", "--generator.replicas", "4", "--generator.tensor_parallel", "4"),
         *(
@@ -51,9 +53,19 @@ def containers(manifests: dict[tuple[str, str], dict[str, Any]]) -> dict[tuple[s
     }
 
 
+VARIABLE = re.compile(r"\$(?:\$|\((\w+)\))")
+
+
+def expanded(found: re.Match[str]) -> str:
+    """What Kubernetes puts there: `$$` is a `$`, whatever follows, and a variable that there is not stays as it is."""
+    if found.group() == "$$":
+        return "$"
+    return {"POD_IP": "192.0.2.7"}.get(found.group(1), found.group())
+
+
 def command(container: dict[str, Any]) -> list[str]:
     """As the kubelet would start it, with the address of its pod, and without the shell around it."""
-    words = [word.replace("$(POD_IP)", "192.0.2.7").replace("$$(", "$(") for word in container["args"]]
+    words = [VARIABLE.sub(expanded, word) for word in container["args"]]
     return words if words[0] == "tailrace" else [*container["command"], *words]
 
 
@@ -88,7 +100,7 @@ def test_every_command_is_one_that_tailrace_has(
 def test_names_reach_the_roles_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
     manifests = rendered(capsys, *CASES["names that Kubernetes would take for references"])
     serve = command(containers(manifests)["StatefulSet", "run-1-b-generators"])
-    assert serve[:3] == ["tailrace", "serve", 'mod\'els/$(HOME) "x": y']
+    assert serve[:5] == ["tailrace", "serve", ODD, "--address", "tcp://192.0.2.7:5757"]
     train = command(containers(manifests)["Job", "run-1-b"])
     assert train[1:5] == ["train", "/etc/tailrace/settings/Run_1.b.toml", "--name", "Run_1.b"]
 
@@ -138,6 +150,8 @@ def test_no_secret_is_rendered(capsys: pytest.CaptureFixture[str]) -> None:
         ((*IMAGE, *ON_GPUS, "--trainer.ranks", "16"), "need 16 GPUs, and a node has 8"),
         ((*IMAGE, "--name", "_1"), "names no object of Kubernetes"),
         ((*IMAGE, "--name", "a" * 60), "40 letters"),
+        ((*IMAGE, "--name", "größe"), "letters from a to z"),
+        ((*IMAGE, *WITH_PASSWORD), "TAILRACE_REDIS_PASSWORD"),
         ((*IMAGE, "--resume"), "goes on by itself"),
         ((*IMAGE, *SPREAD, "--generator.return_routed_experts", "true"), 'write transport.payloads = "value"'),
     ],

@@ -125,9 +125,9 @@ def test_notice_comes_before_the_end_by_as_much_as_the_run_may_take(capsys: pyte
         ((*FOLDER, "--sbatch", "partitions=gpu"), "sbatch has no option 'partitions'"),
         ((*FOLDER, "--sbatch", "nodes=3"), "nodes follows from the run's settings"),
         ((*FOLDER, "--sbatch", 'comment="'), "leave quotes and line ends out"),
-        (
-            (*FOLDER, "--placement", "redis", "--transport.redis.url", "redis://:secret@host:6379/0"),
-            "TAILRACE_REDIS_PASSWORD",
+        *(
+            ((*FOLDER, *way, "--transport.redis.url", "redis://:secret@host:6379/0"), "TAILRACE_REDIS_PASSWORD")
+            for way in (("--placement", "redis"), ("--transport.batches", "redis"))
         ),
     ],
 )
@@ -157,6 +157,7 @@ def until(happened: Callable[[], bool], job: subprocess.Popen[str]) -> None:
 
 STAND_IN_TAILRACE = """#!/bin/bash
 echo "$*" >>"$STAND_IN/commands"
+printf '%s\\0' "$@" >>"$STAND_IN/arguments"
 case $1 in
 key) touch "$2" ;;
 serve) exec sleep 1000 ;;
@@ -206,6 +207,22 @@ def test_a_job_ends_as_its_run_does(capsys: pytest.CaptureFixture[str], tmp_path
         assert job.wait(PATIENCE_S) == status
         assert cluster.processes(job) == []
     assert cluster.told("requeued") == []
+
+
+def test_the_shell_hands_names_over_as_they_are(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    odd = 'a b\'\n"$HOME" $(touch x) `id`; # \\'
+    overrides = ("--model.name", odd, "--environment.args.order", odd)
+    script = job_script(capsys, tmp_path / "work", *overrides)
+    cluster = StandInSlurm(tmp_path / "slurm", nodes=2)
+    cluster.add("tailrace", STAND_IN_TAILRACE)
+    arguments = cluster.folder / "arguments"
+    with cluster.job(script, {}) as job:
+        until(lambda: arguments.exists() and sum(map(arguments.read_text().count, ("serve\0", "train\0"))) == 3, job)
+        (cluster.folder / "over").write_text("0")
+        assert job.wait(PATIENCE_S) == 0
+    told = arguments.read_text().split("\0")
+    assert {odd, f"--model.name={odd}", f"--environment.args.order={odd}"} <= {*told}
+    assert not (script.parent / "x").exists()
 
 
 @pytest.mark.long

@@ -170,7 +170,19 @@ ON_GPUS = ["--trainer.device", "cuda", "--generator.engine", "vllm"]
         (["--generator.join_address", "tcp://127.0.0.1:1"], "generator.replicas = 1 takes none in: leave it out"),
         (["--generator.join_key", "key"], "for generator.join_address, which is unset"),
         ([*JOINED, "--generator.join_address", "tcp://10.0.0.1:1"], "give generator.join_key as well"),
-        (["--generator.replicas", "{min = 3, max = 2}"], "min is 3 and max 2: give a max that is no smaller"),
+        (["--generator.replicas", "{min = 3, max = 2}"], r"generator\.replicas\.min is 3 and max 2: give a max"),
+        (
+            ["--transport.batches", "redis", "--transport.redis.url", "redis://:secret[@host:6379/0"],
+            r"^command line: transport\.redis\.url cannot be read \((?!.*secret)",
+        ),
+        (["--generator.replicas", "{min = 2}"], r"generator\.replicas\.min is 2 and max 1"),
+        (
+            ["--generator.replicas", "{min = 0, max = 2}"],
+            r"generator\.replicas\.min = 0: .* greater than or equal to 1",
+        ),
+        (["--generator.replicas", "0"], r"^command line: generator\.replicas = 0: give a number .* less than or equal"),
+        (["--generator.replicas", "two"], r"generator\.replicas = 'two': give a number .* \{min = 2, max = 16\}$"),
+        (["--generator.replicas", "2.5"], r"generator\.replicas = 2\.5: give a number"),
     ],
 )
 def test_contradictions_say_what_to_write_instead(overrides: list[str], message: str) -> None:

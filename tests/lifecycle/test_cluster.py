@@ -40,6 +40,11 @@ def test_what_needs_no_gpu_leaves_those_to_what_does() -> None:
     assert on([ranks(1), replica], nodes((1, 1), (1, 0))) == {"generator": "node-0", "trainer-0": "node-1"}
 
 
+def test_the_largest_is_placed_first_so_that_the_others_leave_it_room() -> None:
+    groups = [RoleGroup(f"role-{cpus}", (Bundle(f"role-{cpus}", cpus),)) for cpus in (1, 3, 2)]
+    assert on(groups, nodes((3, 0), (3, 0))) == {"role-3": "node-0", "role-2": "node-1", "role-1": "node-1"}
+
+
 def test_people_are_told_what_is_where_and_what_fits_nowhere() -> None:
     machines = nodes((1, 0), (1, 2))
     assert describe_placing(place([ranks(3)], machines), machines) == [

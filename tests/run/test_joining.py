@@ -16,7 +16,7 @@ import pytest
 from typing_extensions import override
 
 from tailrace.config import RunSettings, load_settings
-from tailrace.errors import SettingsError
+from tailrace.errors import ModelError, SettingsError
 from tailrace.free_ports import free_port
 from tailrace.generation.engine_thread.generator import Generator
 from tailrace.generation.engines.simulated import SimulatedEngine
@@ -214,7 +214,7 @@ async def test_a_guest_that_is_killed_costs_a_chunk_of_each_request_and_another_
         await release(str(here.folder), "generator-1", None)
         await here.news.hear("generator-1 left, 1 serve")
         assert (await told(second))[0] == 0
-        with pytest.raises(SettingsError, match="no generator generator-1 serves the run quickstart"):
+        with pytest.raises(SettingsError, match=r"^leave: no generator generator-1 serves the run quickstart"):
             await release(str(here.folder), "generator-1", None)
 
 
@@ -255,11 +255,16 @@ def _unsafe(offer: Offer) -> Announce:
     return msgspec.structs.replace(_another(offer), address="tcp://10.0.0.1:5757")
 
 
+def _malformed(offer: Offer) -> Announce:
+    return msgspec.structs.replace(_another(offer), address="tcp://[10.0.0.1:5757")
+
+
 @pytest.mark.parametrize(
     ("announced", "why"),
     [
         (_another, "serves other, another model than model.name = bundled:quickstart (num_hidden_layers is 99 there"),
         (_other_weights, "serves other, not the weights of model.name = bundled:quickstart"),
+        (_malformed, "--address = tcp://[10.0.0.1:5757 is no address"),
         (_unsafe, "can be reached from other machines: give --key as well"),
     ],
 )
@@ -273,6 +278,31 @@ async def test_another_model_is_refused_and_its_place_is_free_again(
             with pytest.raises(SettingsError) as raised:
                 await client.ask(announced(offer))
             assert why in str(raised.value)
+
+
+async def test_a_generator_that_fails_before_it_comes_keeps_no_place(tmp_path: Path) -> None:
+    async with world(tmp_path) as here, JoinClient(here.place.here) as client:
+        with pytest.raises(ModelError, match="nowhere"):
+            await serve_run(JoinOptions(str(here.folder), model=str(tmp_path / "nowhere")), print)
+        assert isinstance(await client.ask(Apply(PROTOCOL)), Offer)
+        with pytest.raises(SettingsError, match="has 2 generators, 1 of them on the way, as many as"):
+            await client.ask(Apply(PROTOCOL))
+
+
+@pytest.mark.parametrize(
+    ("run", "address", "why"),
+    [
+        ("tcp://10.0.0.5:5800", None, r"--address: the run at tcp://10\.0\.0\.5:5800 connects to this generator"),
+        ("tcp://127.0.0.1:5800", "tcp://0.0.0.0:5757", "stands for all addresses of this host"),
+        ("tcp://127.0.0.1:5800", "tcp://[10.0.0.7:5757", "is no address: write tcp://HOST:PORT"),
+    ],
+)
+async def test_one_that_its_run_could_not_connect_to_is_refused_before_it_asks(
+    tmp_path: Path, run: str, address: str | None, why: str
+) -> None:
+    write_keys(tmp_path / "key", "test")
+    with pytest.raises(SettingsError, match=why):
+        await serve_run(JoinOptions(run, tmp_path / "key", address), print, waits_s=0.0)
 
 
 async def test_another_version_of_the_protocol_is_refused(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -59,6 +60,26 @@ class RayNodes:
                 process.kill()
         self.nodes.remove(node)
         self.cluster.remove_node(node, allow_graceful=False)
+
+    def made_by_runs(self) -> set[str]:
+        """Names of actors and groups of resources that are there now."""
+        state = self.cluster.global_state
+        actors = {one["Name"] for one in state.actor_table(None, None, None).values() if one["State"] != "DEAD"}
+        groups = {one["name"] for one in state.placement_group_table().values() if one["state"] != "REMOVED"}
+        return actors | groups
+
+    def wait_until_empty(self, within_s: float) -> None:
+        """Until nothing is left of what runs made. Raises `AssertionError`."""
+        deadline_s = time.monotonic() + within_s
+        while left := self.made_by_runs():
+            assert time.monotonic() < deadline_s, left
+            time.sleep(0.1)
+
+    def nodes_of_groups(self) -> dict[str, set[str]]:
+        """Where each group of resources is that is there now, by the end of its name."""
+        groups = self.cluster.global_state.placement_group_table().values()
+        there = [one for one in groups if one["state"] == "CREATED"]
+        return {one["name"].rpartition(":")[2]: {*one["bundles_to_node_id"].values()} for one in there}
 
     @contextmanager
     def says_versions(self, ray: str, python: str) -> Iterator[None]:

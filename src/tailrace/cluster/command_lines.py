@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import parse_qs, urlsplit
 
 import tomli_w
 
@@ -51,22 +51,23 @@ def serve(settings: RunSettings, address: str, key: str) -> list[str]:
 
 
 def join(settings: RunSettings, runs: str) -> list[str]:
-    """The command of a trainer on a node of its own. Raises `SettingsError` for a password in the address."""
+    """The command of a trainer on a node of its own."""
     redis = settings.transport.redis
     assert redis.url is not None, "settings refuse placement = redis without it"
-    if urlsplit(redis.url).password:
+    return ["tailrace", "join", settings.name, "--redis", redis.url, "--runs", runs, "--prefix", redis.prefix]
+
+
+def require_renderable(settings: RunSettings, overrides: Sequence[str]) -> None:
+    """Raise `SettingsError` for `resume`, which each start decides anew, and for a password in Redis' address."""
+    if any(one.partition("=")[0] in _OF_A_START for one in overrides):
+        raise SettingsError("what is rendered goes on by itself where its run has begun: leave --resume out")
+    url = urlsplit(settings.transport.redis.url or "")
+    if url.password or "password" in parse_qs(url.query):
         raise SettingsError(
             "transport.redis.url holds a password, which would stand in what is rendered: leave it out, and give it in "
             "the environment variable TAILRACE_REDIS_PASSWORD",
             key=("transport", "redis", "url"),
         )
-    return ["tailrace", "join", settings.name, "--redis", redis.url, "--runs", runs, "--prefix", redis.prefix]
-
-
-def require_beginning(overrides: Sequence[str]) -> None:
-    """Raise `SettingsError` for `resume`, which each start decides anew."""
-    if any(one.partition("=")[0] in _OF_A_START for one in overrides):
-        raise SettingsError("what is rendered goes on by itself where its run has begun: leave --resume out")
 
 
 def require_connectable(settings: RunSettings, recipe: str, overrides: Sequence[str]) -> None:

@@ -81,7 +81,7 @@ def render_kuberay(
 ) -> str:
     """The manifests. `groups` are what the run needs of nodes, `spare` what it may ask for. Raises `SettingsError`."""
     name = object_name(settings)
-    command_lines.require_beginning(overrides)
+    command_lines.require_renderable(settings, overrides)
     _require_ray(settings)
     workers = worker_pods(groups, spare, options.node)
     files = settings_map(settings, name)

@@ -46,7 +46,7 @@ When the run is over: kubectl delete -f THIS_FILE, less the claim, which has the
 def render_kubernetes(settings: RunSettings, recipe: str, overrides: list[str], options: KubernetesOptions) -> str:
     """The manifests. `recipe` and `overrides` are what `settings` were made of. Raises `SettingsError`."""
     name, layout = object_name(settings), lay_out(settings, options.node)
-    command_lines.require_beginning(overrides)
+    command_lines.require_renderable(settings, overrides)
     manifests = [settings_map(settings, name), *claim(name, options)]
     if not layout.is_single:
         command_lines.require_connectable(settings, recipe, overrides)

@@ -48,10 +48,10 @@ class KubernetesOptions:
 def object_name(settings: RunSettings) -> str:
     """The run's name as Kubernetes takes it. Raises `SettingsError` where nothing is left of it, or too much."""
     name = re.sub(r"[^a-z0-9]+", "-", settings.name.lower()).strip("-")
-    if not name or not name[0].isalpha() or len(name) > _LONGEST_NAME:
+    if not settings.name.isascii() or not name or not name[0].isalpha() or len(name) > _LONGEST_NAME:
         raise SettingsError(
             f"name = {settings.name!r} names no object of Kubernetes: begin with a letter, and take "
-            f"{_LONGEST_NAME} letters, digits and - at most",
+            f"{_LONGEST_NAME} letters from a to z, digits and - at most",
             key=("name",),
         )
     return name
@@ -185,8 +185,8 @@ def generator_grace_s(shutdown: ShutdownSettings) -> int:
 def _argument(argument: str) -> str:
     r"""As Kubernetes reads it.
 
-    >>> print(_argument("$(HOME)"), _argument("tcp://\0POD_IP\0:5757"))
-    $$(HOME) tcp://$(POD_IP):5757
+    >>> print(_argument("$(HOME)"), _argument("$$5"), _argument("tcp://\0POD_IP\0:5757"))
+    $$(HOME) $$$$5 tcp://$(POD_IP):5757
     """
     parts = enumerate(argument.split("\0"))
-    return "".join(f"$({part})" if index % 2 else part.replace("$(", "$$(") for index, part in parts)
+    return "".join(f"$({part})" if index % 2 else part.replace("$", "$$") for index, part in parts)

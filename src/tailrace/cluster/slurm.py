@@ -56,7 +56,7 @@ class SlurmOptions:
 def render_slurm(settings: RunSettings, recipe: str, overrides: Sequence[str], options: SlurmOptions) -> str:
     """The batch script. `recipe` and `overrides` are what `settings` were made of. Raises `SettingsError`."""
     _require_shared(options.folder)
-    command_lines.require_beginning(overrides)
+    command_lines.require_renderable(settings, overrides)
     layout = lay_out(settings, options.node)
     if not layout.is_single:
         command_lines.require_connectable(settings, recipe, overrides)

@@ -64,14 +64,22 @@ class ReplicaSettings(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _a_number_is_both(cls, value: object) -> object:
-        if isinstance(value, int) and not 1 <= value <= 1024:
-            raise ValueError(f"generator.replicas = {value}: it must be 1 or more, and less than or equal to 1024")
-        return {"min": value, "max": value} if isinstance(value, int | float | str) else value
+        if not isinstance(value, int | float | str):
+            return value
+        number = int(value) if isinstance(value, str) and value.isdecimal() else value
+        if not isinstance(number, int) or not 1 <= number <= 1024:
+            raise ValueError(
+                f"generator.replicas = {value!r}: give a number greater than or equal to 1 and less than or equal to "
+                "1024, or a table, as in {min = 2, max = 16}"
+            )
+        return {"min": number, "max": number}
 
     @model_validator(mode="after")
     def _min_is_below_max(self) -> ReplicaSettings:
         if self.min > self.max:
-            raise ValueError(f"min is {self.min} and max {self.max}: give a max that is no smaller than min")
+            raise ValueError(
+                f"generator.replicas.min is {self.min} and max {self.max}: give a max that is no smaller than min"
+            )
         return self
 
     @property

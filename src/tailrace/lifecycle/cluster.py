@@ -5,7 +5,7 @@ Roles that meet often stand in one group, which is given its resources as a whol
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, TypeAlias
@@ -125,8 +125,18 @@ def _fitted(group: RoleGroup, nodes: Sequence[ClusterNode]) -> RoleGroup:
     return next((one for one in (group, *choices) if not place([one], nodes).unplaced), group)
 
 
+def largest_first(groups: Iterable[RoleGroup]) -> list[RoleGroup]:
+    """By what is to be on one node: what needs GPUs, and then what needs much, is the hardest to place."""
+
+    def size(group: RoleGroup) -> tuple[int, int]:
+        whole = max(group.bundles, key=_size) if group.strategy == "SPREAD" else _sum(group.bundles)
+        return _size(whole)
+
+    return sorted(groups, key=size, reverse=True)
+
+
 def place(groups: Iterable[RoleGroup], nodes: Sequence[ClusterNode]) -> Placing:
-    """Each group on as few nodes as its strategy lets it, or as many, the fullest first; what needs GPUs first.
+    """Each group on as few nodes as its strategy lets it, or as many, the fullest first; the largest group first.
 
     >>> trainer = RoleGroup("trainer", (Bundle("trainer", 2),))
     >>> generators = [RoleGroup(name, (Bundle(name),)) for name in ("generator-0", "generator-1")]
@@ -137,7 +147,7 @@ def place(groups: Iterable[RoleGroup], nodes: Sequence[ClusterNode]) -> Placing:
     ['the generator-1 (1 CPU)']
     """
     left, placing = {node.id: node for node in nodes}, Placing()
-    for group in sorted(groups, key=lambda one: -max(bundle.gpus for bundle in one.bundles)):
+    for group in largest_first(groups):
         spread = group.strategy == "SPREAD"
         together = None if spread else _fullest(left.values(), _sum(group.bundles))
         used: list[str] = []
@@ -157,6 +167,15 @@ def place(groups: Iterable[RoleGroup], nodes: Sequence[ClusterNode]) -> Placing:
     return placing
 
 
+def bundles_by_node(nodes: Mapping[int, str]) -> list[int]:
+    """A group's bundles, those of one node beside each other: neighbours among ranks share a node.
+
+    >>> bundles_by_node({0: "node-b", 1: "node-a", 2: "node-b", 3: "node-a"})
+    [1, 3, 0, 2]
+    """
+    return sorted(nodes, key=lambda bundle: (nodes[bundle], bundle))
+
+
 def describe_placing(placing: Placing, nodes: Sequence[ClusterNode]) -> list[str]:
     """For people: what each node would have, and what fits nowhere."""
     roles: dict[str, list[str]] = {node.id: [] for node in nodes}
@@ -170,6 +189,10 @@ def describe_placing(placing: Placing, nodes: Sequence[ClusterNode]) -> list[str
         sentences.append(f"Fits nowhere: {', '.join(map(str, placing.unplaced))}.")
     too_large = [one for one in placing.unplaced if one.is_whole_since and not any(node.has(one) for node in nodes)]
     return sentences + [f"No node has {_amount(one.cpus, one.gpus)}: {one.is_whole_since}." for one in too_large[:1]]
+
+
+def _size(bundle: Bundle) -> tuple[int, int]:
+    return bundle.gpus, bundle.cpus
 
 
 def _sum(bundles: Sequence[Bundle]) -> Bundle:

@@ -16,6 +16,7 @@ import re
 import socket
 import tempfile
 import threading
+import zlib
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -25,7 +26,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from tailrace.config.ray import RaySettings
 from tailrace.errors import SettingsError
-from tailrace.lifecycle.cluster import ClusterNode, ClusterPlan, RoleGroup, describe_placing, place
+from tailrace.lifecycle.cluster import (
+    ClusterNode,
+    ClusterPlan,
+    RoleGroup,
+    bundles_by_node,
+    describe_placing,
+    largest_first,
+    place,
+)
 from tailrace.lifecycle.ray_host import RoleHost
 
 if TYPE_CHECKING:
@@ -38,12 +47,14 @@ ResultT = TypeVar("ResultT")
 
 NAMESPACE = "tailrace"
 """Of the actors' names."""
-_CONNECT_S = 25.0
-"""Within which the cluster, and each of its nodes, answers."""
+_REACH_S, _NODES_S = 18.0, 25.0
+"""Within which the cluster answers, and all of its nodes: whoever waits is told within 30 s, imports included."""
 _PROBE_S = 5.0
 _BUSY_S = 20.0
 """How long to wait for what others use, where the settings do not say."""
 _PROGRESS_S = 5.0
+_HOLDS_ON_S, _GIVES_WAY_S = 6.0, 1.0
+"""How long a run keeps, at least, a part of what it needs while others have the rest, and then asks for nothing."""
 _CLOSE_S = 5.0
 _ADDRESS = ("ray", "address")
 _VERSIONS = re.compile(r"Version mismatch: .*?Ray: (\S+) Python: (\S+) .*?Ray: (\S+) Python: (\S+)")
@@ -70,7 +81,7 @@ class RayCluster:
         """Connect this process. Raises `SettingsError` where that fails, within seconds."""
         name = f"tailrace:{run}:{epoch[:8]}"
         try:
-            return await _apart(lambda: cls._connected(settings, name), _CONNECT_S)
+            return await _apart(lambda: cls._connected(settings, name), _REACH_S)
         except TimeoutError:
             raise _silent(settings) from None
 
@@ -79,6 +90,7 @@ class RayCluster:
         ray = _imported(settings)
         if settings.address is not None:
             _require_listener(settings.address)
+        logging.getLogger("ray").setLevel(logging.ERROR)  # else it tells whoever looks on that this is no main thread
         try:
             context = ray.init(
                 address=settings.address or "auto",
@@ -113,24 +125,25 @@ class RayCluster:
 
         Each node is asked once. One that leaves meanwhile, as an autoscaler may take it away, is none of the cluster's.
         """
-        from ray.exceptions import RayError
-
         nodes = [node for node in await _apart(self.nodes) if node.id not in self._sound]
         with tempfile.NamedTemporaryFile(dir=folder, prefix="seen-by-nodes-") as marker:
-            probes = {node: _probe(node, marker.name) for node in nodes}
-            for node, probe in probes.items():
-                try:
-                    async with asyncio.timeout(_CONNECT_S):
-                        version, sees_folder = await probe
-                except (TimeoutError, RayError):
-                    if node not in await _apart(self.nodes):
-                        continue
-                    raise SettingsError(
-                        f"the cluster's node {node.address} ran no task within {_CONNECT_S:g} s: see `ray status` and "
-                        "its logs"
-                    ) from None
-                _require_node(node, version, sees_folder=sees_folder, folder=folder)
-                self._sound.add(node.id)
+            probes = {node: asyncio.ensure_future(_probe(node, marker.name)) for node in nodes}
+            try:
+                if probes:
+                    await asyncio.wait(probes.values(), timeout=_NODES_S)
+                for node, probe in probes.items():
+                    if (found := _answer(probe)) is not None:
+                        version, sees_folder = found
+                        _require_node(node, version, sees_folder=sees_folder, folder=folder)
+                        self._sound.add(node.id)
+                    elif node in await _apart(self.nodes):
+                        raise SettingsError(
+                            f"the cluster's node {node.address} ran no task within {_NODES_S:g} s: see `ray status` "
+                            "and its logs"
+                        )
+            finally:
+                for probe in probes.values():
+                    probe.cancel()
 
     # --- resources ---------------------------------------------------------------------------------------------------
 
@@ -148,19 +161,51 @@ class RayCluster:
                 f"the cluster is too small for this run. {have} Add nodes, lower what the run asks for, or set "
                 "ray.wait_s where an autoscaler adds them"
             )
-        for group in groups:
-            await self.ask_for(group)
         began_s = asyncio.get_running_loop().time()
-        for group in groups:
-            await self.wait_for(group.name, since_s=began_s)
+        while True:
+            for group in largest_first(groups):
+                await self.ask_for(group, placing.nodes.get(group.bundles[0].role))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(None if placing.unplaced else self._holds_on_s):
+                    for group in groups:
+                        await self.wait_for(group.name, since_s=began_s)
+                    return
+            if await self._has_a_part(groups):
+                _logger.info("lets go of a part of what it needs: another run may need just that")
+                for group in groups:
+                    await self.let_go(group.name)
+                await asyncio.sleep(_GIVES_WAY_S)
 
-    async def ask_for(self, group: RoleGroup) -> None:
-        """Resources for this group, which an autoscaler may add nodes for; nothing where it has them, or waits."""
+    @property
+    def _holds_on_s(self) -> float:
+        """Each start of a run has another, so that of two that wait for one another the first one gives way."""
+        return _HOLDS_ON_S * (1 + zlib.crc32(self._name.encode()) % 1000 / 1000)
+
+    async def _has_a_part(self, groups: Sequence[RoleGroup]) -> bool:
+        """Whether some of these have their nodes, and others do not."""
+        from ray.util import placement_group_table
+
+        made = [self._groups[group.name][1] for group in groups]
+        has = await _apart(lambda: [placement_group_table(one)["state"] == "CREATED" for one in made])
+        return any(has) and not all(has)
+
+    async def ask_for(self, group: RoleGroup, node: ClusterNode | None = None) -> None:
+        """Resources for this group, which an autoscaler may add nodes for; nothing where it has them, or waits.
+
+        On this node, where one has to have all of it: of its own accord Ray takes the emptiest, and then finds no room
+        for a larger group.
+        """
         from ray.util import placement_group
 
         if group.name not in self._groups:
             bundles = [_resources(one.cpus, one.gpus) for one in group.bundles]
-            make = partial(placement_group, bundles, strategy=group.strategy, name=f"{self._name}:{group.name}")
+            make = partial(
+                placement_group,
+                bundles,
+                strategy=group.strategy,
+                name=f"{self._name}:{group.name}",
+                _soft_target_node_id=node.id if node is not None and group.strategy == "STRICT_PACK" else None,
+            )
             self._groups[group.name] = group, await _apart(make)
 
     async def let_go(self, name: str) -> None:
@@ -185,8 +230,8 @@ class RayCluster:
             _logger.info("waits for the cluster to have room for %s; %s", wants, await _apart(_free))
         raise SettingsError(
             f"the cluster had no room for {', '.join(map(str, group.bundles))} within {limit_s:g} s (ray.wait_s); "
-            f"{await _apart(_free)}. Other runs, or nodes that were lost, have the rest: wait longer, "
-            "or lower what the run asks for"
+            f"{await _apart(_free)}. Other runs, or nodes that were lost, have the rest, or no node has enough of it: "
+            "wait longer, or lower what the run asks for"
         )
 
     async def start_host(self, group: str, role: str, life: int) -> ActorHandle:
@@ -285,7 +330,7 @@ def _refused(settings: RaySettings, error: Exception) -> str:
 def _silent(settings: RaySettings) -> SettingsError:
     where = f"ray.address = {settings.address!r}" if settings.address else "the cluster of this machine"
     return SettingsError(
-        f"{where}: what listens there did not take this process in within {_CONNECT_S:g} s: is it the head of a Ray "
+        f"{where}: what listens there did not take this process in within {_REACH_S:g} s: is it the head of a Ray "
         f"cluster of Ray {_ray_version()} that this machine belongs to?",
         key=_ADDRESS,
     )
@@ -316,6 +361,15 @@ def _probe(node: ClusterNode, marker: str) -> Awaitable[tuple[str, bool]]:
     return answer
 
 
+def _answer(probe: asyncio.Future[tuple[str, bool]]) -> tuple[str, bool] | None:
+    """What a node said; None where it said nothing, or Ray that there is nothing to be heard of it."""
+    from ray.exceptions import RayError
+
+    if not probe.done() or isinstance(probe.exception(), RayError):
+        return None
+    return probe.result()
+
+
 def _require_node(node: ClusterNode, version: str, *, sees_folder: bool, folder: Path) -> None:
     own = package_version("tailrace")
     if version != own:
@@ -335,11 +389,9 @@ def _resources(cpus: int, gpus: int) -> dict[str, float]:
 
 
 def _by_node(made: PlacementGroup) -> list[int]:
-    """The group's bundles, those of one node beside each other: neighbours among ranks share a node."""
     from ray.util import placement_group_table
 
-    nodes: dict[int, str] = placement_group_table(made)["bundles_to_node_id"]
-    return sorted(nodes, key=lambda bundle: (nodes[bundle], bundle))
+    return bundles_by_node(placement_group_table(made)["bundles_to_node_id"])
 
 
 def _free() -> str:

@@ -81,6 +81,13 @@ class Announce(msgspec.Struct, frozen=True, tag=True):
     max_model_tokens: int
 
 
+class Withdraw(msgspec.Struct, frozen=True, tag=True):
+    """The generator does not come: its place is free for another."""
+
+    name: str
+    life: int
+
+
 class Accepted(msgspec.Struct, frozen=True, tag=True):
     """Done."""
 
@@ -98,7 +105,7 @@ class Release(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-Question: TypeAlias = Apply | Announce | Release
+Question: TypeAlias = Apply | Announce | Withdraw | Release
 Answer: TypeAlias = Offer | Accepted | Refused
 _QUESTIONS: msgspec.msgpack.Decoder[Question] = msgspec.msgpack.Decoder(Question)
 _ANSWERS: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
@@ -146,6 +153,11 @@ class JoinHandler:
                 return self._offer(protocol, is_here=is_here)
             case Announce():
                 return await self._announced(question, keys, is_here=is_here)
+            case Withdraw(name=name, life=life):
+                if (timer := self._kept.get(Place(name, life))) is not None:
+                    timer.cancel()
+                    self._forget(Place(name, life))
+                return Accepted()
             case Release(name=name, reason=reason):
                 return self._release(name, reason)
 
@@ -158,8 +170,11 @@ class JoinHandler:
         place = self.generators.take_in()
         if place is None:
             pool = self.generators.pool
+            coming = pool.present - pool.serving
+            on_the_way = f", {coming} of them on the way" if coming else ""
             return Refused(
-                f"the run {self.settings.name} has {pool.present} generators, as many as generator.replicas.max allows"
+                f"the run {self.settings.name} has {pool.present} generators{on_the_way}, as many as "
+                "generator.replicas.max allows"
             )
         loop = asyncio.get_running_loop()
         self._kept[place] = loop.call_later(ANNOUNCED_WITHIN_S, self._forget, place)
@@ -258,6 +273,9 @@ class JoinListener:
                 answer = await self._handler.answer(question, self._keys, is_here=self._is_here)
             except CorruptData as error:
                 answer = Refused(f"the run cannot read what it was sent: {error}")
+            except Exception as error:  # of any kind: others may still join
+                _logger.exception("a generator that asks to join is not answered")
+                answer = Refused(f"the run cannot answer: {error!r}")
             await self._socket.send_multipart([sender, encode(answer)])
 
     async def close(self) -> None:
@@ -306,8 +324,9 @@ def _keys(path: Path) -> CurveKeys:
 class JoinClient:
     """The generator's end. An async context manager. Make it on a running event loop."""
 
-    def __init__(self, address: str, keys: CurveKeys | None = None) -> None:
-        self._address = address
+    def __init__(self, address: str, keys: CurveKeys | None = None, asked_by: str = "--join") -> None:
+        """`asked_by` is what people gave, by which errors begin."""
+        self._address, self._asked_by = address, asked_by
         self._socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
         if keys:
             keys.apply_to_client(self._socket)
@@ -324,29 +343,36 @@ class JoinClient:
         if self._gone.done():
             raise self._refusal()
         if not self._connected.is_set():
-            raise SettingsError(f"--join: no run takes generators in at {self._address} within {within_s:g} s")
+            raise SettingsError(
+                f"{self._asked_by}: no run takes generators in at {self._address} within {within_s:g} s"
+            )
 
     async def ask(self, question: Question) -> Offer | Accepted:
         """Ask, and wait for the answer. Raises `SettingsError` where it is a refusal, or none comes."""
         await self._socket.send(encode(question))
         answering = asyncio.ensure_future(received(self._socket))
-        await asyncio.wait({answering, self._gone}, timeout=ANSWERED_WITHIN_S, return_when=asyncio.FIRST_COMPLETED)
-        if not answering.done():
-            answering.cancel()
+        try:
+            await asyncio.wait({answering, self._gone}, timeout=ANSWERED_WITHIN_S, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if not (has_answered := answering.done()):
+                answering.cancel()
+        if not has_answered:
             if self._gone.done():
                 raise self._refusal()
-            raise SettingsError(f"--join: the run at {self._address} does not answer within {ANSWERED_WITHIN_S:g} s")
+            raise SettingsError(
+                f"{self._asked_by}: the run at {self._address} does not answer within {ANSWERED_WITHIN_S:g} s"
+            )
         answer = unpack_answer(b"".join(answering.result()), self._address)
         if isinstance(answer, Refused):
-            raise SettingsError(f"--join: {answer.reason}")
+            raise SettingsError(f"{self._asked_by}: {answer.reason}")
         return answer
 
     def _refusal(self) -> SettingsError:
         if self._connected.is_set():
-            return SettingsError(f"--join: the run at {self._address} has ended")
+            return SettingsError(f"{self._asked_by}: the run at {self._address} has ended")
         return SettingsError(
-            f"--key: what listens at {self._address} (--join) refuses the connection: give the file that is the run's "
-            "generator.join_key, or none where it has none"
+            f"--key: what listens at {self._address} ({self._asked_by}) refuses the connection: give the file that is "
+            "the run's generator.join_key, or none where it has none"
         )
 
     async def __aenter__(self) -> Self:

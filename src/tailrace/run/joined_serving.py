@@ -12,10 +12,11 @@ import asyncio
 import contextlib
 import os
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn, TypeAlias
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -38,15 +39,18 @@ from tailrace.models.loading import require_weights
 from tailrace.run.engines import engine_factory
 from tailrace.run.folder import RunPaths
 from tailrace.run.host_transports import GeneratorEnds, HostTransports
-from tailrace.run.join_requests import Accepted, Announce, Apply, JoinClient, JoinPlace, Offer, Release
+from tailrace.run.join_requests import Accepted, Announce, Apply, JoinClient, JoinPlace, Offer, Release, Withdraw
 from tailrace.run.roles import RoleSettings, seed_of_life
 from tailrace.transport.channels import ipc_address
-from tailrace.transport.keys import CurveKeys, read_keys, require_safe_address
+from tailrace.transport.keys import CurveKeys, is_of_this_machine, read_keys, require_safe_address
 from tailrace.transport.payloads.store import MemoryPayloadStore
 
 WAITS_S = 300.0
 """How long to wait for a run that may start later."""
 _LOOK_S = 0.5
+_WITHDRAWS_S = 5.0
+"""For the run to hear that one does not come; else it finds out by itself."""
+_EVERYWHERE = ("0.0.0.0", "::")
 _USED_WITHIN_S = 60.0
 """Once the engine is built."""
 _LEAVES_WITHIN_S = 25.0
@@ -70,6 +74,8 @@ class JoinOptions:
     """In place of the run's `model.name`: the same model, elsewhere."""
     overrides: Sequence[str] = ()
     runs: Path = RUNS
+    asked_by: str = "--join"
+    """What errors begin with."""
 
 
 async def serve_run(
@@ -85,22 +91,27 @@ async def serve_run(
     """
     await asyncio.to_thread(remove_leftovers)
     with own_socket_folder(uuid.uuid4().hex) as sockets:
-        keys, client = await _connect(options, report_progress, waits_s)
-        async with client:
+        keys, where = await _found(options, report_progress, waits_s)
+        if options.address is not None:
+            has_keys = keys is not None
+            require_safe_address(options.address, has_keys=has_keys, setting="--address", key_setting="--key")
+        _require_reachable(options.address, where)
+        async with JoinClient(where, keys) as client:
             await client.connected(waits_s)
             offer = await client.ask(Apply(PROTOCOL))
             assert isinstance(offer, Offer)
-            settings = joined_settings(offer.settings, options.model, options.overrides)
-            await asyncio.to_thread(require_weights, settings.model.name)
-            announced = Announce(
-                name=offer.name,
-                life=offer.life,
-                address=options.address or ipc_address(sockets.path, "generator"),
-                model=await asyncio.to_thread(identify, settings.model.name),
-                slots=settings.generator.concurrency,
-                max_model_tokens=settings.max_model_tokens,
-            )
-            await client.ask(announced)
+            async with _withdrawn_on_error(client, offer):
+                settings = joined_settings(offer.settings, options.model, options.overrides)
+                await asyncio.to_thread(require_weights, settings.model.name)
+                announced = Announce(
+                    name=offer.name,
+                    life=offer.life,
+                    address=options.address or ipc_address(sockets.path, "generator"),
+                    model=await asyncio.to_thread(identify, settings.model.name),
+                    slots=settings.generator.concurrency,
+                    max_model_tokens=settings.max_model_tokens,
+                )
+                await client.ask(announced)
         report_progress(f"joins the run {offer.run} as {offer.name}: its engine is built")
         with _ends(offer, announced, keys) as (ends, stand_alone):
             generator = Generator(
@@ -128,30 +139,58 @@ async def serve_run(
         return status
 
 
+@contextlib.asynccontextmanager
+async def _withdrawn_on_error(client: JoinClient, offer: Offer) -> AsyncIterator[None]:
+    """What is wrong with one generator keeps no place from the next, which may be the same without the mistake."""
+    try:
+        yield
+    except BaseException:  # a signal, too
+        with contextlib.suppress(SettingsError, TimeoutError):
+            async with asyncio.timeout(_WITHDRAWS_S):
+                await client.ask(Withdraw(offer.name, offer.life))
+        raise
+
+
+def _require_reachable(address: str | None, run: str) -> None:
+    """Raise `SettingsError` where a run at this address could not connect to a generator that listens there.
+
+    >>> _require_reachable(None, "tcp://127.0.0.1:5800")
+    >>> _require_reachable("tcp://10.0.0.7:5757", "tcp://10.0.0.5:5800")
+    """
+    if address is None and not is_of_this_machine(run):
+        raise SettingsError(
+            f"--address: the run at {run} connects to this generator: say where, as in tcp://THIS_HOST:5757"
+        )
+    if address is not None and urlsplit(address).hostname in _EVERYWHERE:
+        raise SettingsError(
+            f"--address = {address} stands for all addresses of this host, and a run connects to one: name that"
+        )
+
+
 async def release(run: str, name: str, key: Path | None, runs: Path = RUNS) -> None:
     """Ask a run to let one of its generators go. Raises `SettingsError` where it refuses, or is not there."""
-    options = JoinOptions(run, key, runs=runs)
-    _, client = await _connect(options, lambda said: None, 0.0)
-    async with client:
+    options = JoinOptions(run, key, runs=runs, asked_by="leave")
+    keys, where = await _found(options, lambda said: None, 0.0)
+    async with JoinClient(where, keys, options.asked_by) as client:
         await client.connected(_USED_WITHIN_S)
         answer = await client.ask(Release(name, "`tailrace leave` asked for it"))
     assert isinstance(answer, Accepted)
 
 
-async def _connect(
-    options: JoinOptions, report_progress: ReportProgress, waits_s: float
-) -> tuple[CurveKeys | None, JoinClient]:
-    """The run's key, where there is one, and a client of it. Raises `SettingsError`."""
+async def _found(options: JoinOptions, report_progress: ReportProgress, waits_s: float) -> tuple[CurveKeys | None, str]:
+    """The run's key, where there is one, and where the run listens. Raises `SettingsError`."""
     keys = read_keys(options.key, "--key") if options.key is not None else None
     if "://" in options.run:
-        require_safe_address(options.run, has_keys=keys is not None, setting="--join", key_setting="--key")
-        return keys, JoinClient(options.run, keys)
-    place = await _wait_for_run(_folder(options), report_progress, waits_s)
+        require_safe_address(options.run, has_keys=keys is not None, setting=options.asked_by, key_setting="--key")
+        return keys, options.run
+    place = await _wait_for_run(_folder(options), report_progress, waits_s, options.asked_by)
     if _is_here(place):
-        return None, JoinClient(place.here)
+        return None, place.here
     if keys is None:
-        raise SettingsError("--join: the run is on another host: give the file of its generator.join_key (--key)")
-    return keys, JoinClient(place.elsewhere, keys)
+        raise SettingsError(
+            f"{options.asked_by}: the run is on another host: give the file of its generator.join_key (--key)"
+        )
+    return keys, place.elsewhere
 
 
 def _folder(options: JoinOptions) -> Path:
@@ -159,20 +198,20 @@ def _folder(options: JoinOptions) -> Path:
     return given if given.is_dir() or os.sep in options.run else options.runs / options.run
 
 
-async def _wait_for_run(folder: Path, report_progress: ReportProgress, waits_s: float) -> JoinPlace:
+async def _wait_for_run(folder: Path, report_progress: ReportProgress, waits_s: float, asked_by: str) -> JoinPlace:
     """Wait for the run to take generators in; where. Raises `SettingsError` where it does not, or none is there."""
     path, loop = RunPaths(folder).join, asyncio.get_running_loop()
     deadline_s, has_said = loop.time() + waits_s, False
-    while (place := await asyncio.to_thread(_read, path)) is None or not (_is_here(place) or place.elsewhere):
+    while (place := await asyncio.to_thread(_read, path, asked_by)) is None or not (_is_here(place) or place.elsewhere):
         chosen = await asyncio.to_thread(own_settings, folder)
         if chosen is not None and not chosen.generator.replicas.may_join:
             raise SettingsError(
-                f"--join: the run in {folder} takes no generators in: it has generator.replicas = "
+                f"{asked_by}: the run in {folder} takes no generators in: it has generator.replicas = "
                 f"{chosen.generator.replicas.max}; write generator.replicas = {{min = ..., max = ...}}"
             )
         if loop.time() >= deadline_s:
             raise SettingsError(
-                f"--join: no run takes generators of this host in, by {path}; for those of other hosts it needs "
+                f"{asked_by}: no run takes generators of this host in, by {path}; for those of other hosts it needs "
                 "generator.join_address and generator.join_key"
             )
         if not has_said:
@@ -182,11 +221,11 @@ async def _wait_for_run(folder: Path, report_progress: ReportProgress, waits_s: 
     return place
 
 
-def _read(path: Path) -> JoinPlace | None:
+def _read(path: Path, asked_by: str) -> JoinPlace | None:
     """None where there is none."""
     if not path.exists():
         return None
-    with guarded(f"--join: {path} does not tell how to join a run", SettingsError):
+    with guarded(f"{asked_by}: {path} does not tell how to join a run", SettingsError):
         return msgspec.json.decode(read_at_most(path, 1 << 16), type=JoinPlace)
 
 

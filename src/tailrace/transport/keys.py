@@ -96,17 +96,27 @@ def require_safe_address(address: str, *, has_keys: bool, setting: str, key_sett
         ...
     tailrace.errors.SettingsError: --address = tcp://0.0.0.0:5757 can be reached from other machines: give --key as well
     """
-    parts = urlsplit(address)
-    if parts.scheme == "ipc" and address.removeprefix("ipc://"):
-        return
     try:
-        host, port = parts.hostname, parts.port
+        parts = urlsplit(address)
+        scheme, host, port = parts.scheme, parts.hostname, parts.port
     except ValueError:
-        host = port = None
-    if parts.scheme != "tcp" or not host or port is None:
+        scheme, host, port = "", None, None
+    if scheme == "ipc" and address.removeprefix("ipc://"):
+        return
+    if scheme != "tcp" or not host or port is None:
         raise SettingsError(f"{setting} = {address} is no address: write tcp://HOST:PORT or ipc://PATH")
     if not has_keys and not _is_loopback(host):
         raise SettingsError(f"{setting} = {address} can be reached from other machines: give {key_setting} as well")
+
+
+def is_of_this_machine(address: str) -> bool:
+    """Whether no other machine reaches it.
+
+    >>> [is_of_this_machine(address) for address in ("ipc:///run/join", "tcp://localhost:5800", "tcp://10.0.0.5:5800")]
+    [True, True, False]
+    """
+    parts = urlsplit(address)
+    return parts.scheme == "ipc" or _is_loopback(parts.hostname or "")
 
 
 def _is_loopback(host: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from typing import Literal, TypeAlias
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
@@ -44,6 +45,19 @@ class RedisSettings(BaseModel):
         description="What the names of all keys begin with, of letters, digits, `_`, `.`, `:` and `-`; the run's name"
         " follows",
     )
+
+    @field_validator("url")
+    @classmethod
+    def _is_an_address(cls, url: str | None) -> str | None:
+        """What cannot be read may hold a password, and is not repeated."""
+        try:
+            urlsplit(url or "")
+        except ValueError as error:
+            raise ValueError(
+                f"transport.redis.url cannot be read ({error}): write redis://HOST:PORT/0, and what is `[` or `]` in a"
+                " user's name as %5B or %5D"
+            ) from None
+        return url
 
     @field_validator("prefix")
     @classmethod

@@ -228,7 +228,11 @@ def with_password(url: str) -> str:
     """
     from urllib.parse import quote
 
-    password, parts = os.environ.get(PASSWORD_VARIABLE), urlsplit(url)
+    password = os.environ.get(PASSWORD_VARIABLE)
+    try:
+        parts = urlsplit(url)
+    except ValueError as error:
+        raise SettingsError(f"the address of Redis cannot be read: {error}", key=_URL) from None
     if not password or parts.password is not None:
         return url
     return urlunsplit(parts._replace(netloc=f"{parts.username or ''}:{quote(password)}@{parts.netloc.split('@')[-1]}"))
