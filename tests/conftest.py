@@ -29,6 +29,9 @@ for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
+# No test asks a model hub: without a network each question is asked again for 23 s.
+os.environ["HF_HUB_OFFLINE"] = "1"
+
 # Else Ray takes another address than the loopback for this machine's. It reads this at its first import: maybe by vLLM.
 os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
 

@@ -84,8 +84,7 @@ def test_generators_that_run_already_are_not_this_machine_s(tmp_path: Path) -> N
     assert "Each of 2 generators needs" in described("--generator.replicas", "2")
 
 
-def test_a_model_that_is_not_here_is_told_and_costs_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+def test_a_model_that_is_not_here_is_told_and_costs_nothing_else() -> None:
     assert described("--model.name", "nobody/no-such-model").startswith("What it needs of memory is not known here: ")
 
 

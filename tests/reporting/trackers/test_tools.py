@@ -34,7 +34,6 @@ def quiet(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> 
     """Nothing goes wrong unseen, and no tool finds another one's settings."""
     for name in ("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME", "WANDB_PROJECT", "WANDB_DIR", "TRACKIO_SPACE_ID"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     yield
     assert [record.getMessage() for record in caplog.records if "tracker" in record.getMessage()] == []
 
