@@ -36,7 +36,7 @@ from tailrace.reporting.rollout_records import RolloutEntry
 from tailrace.reporting.sinks import JsonlSink, RolloutWriter
 from tailrace.reporting.summary import LedgerSummary, RunSummary
 from tailrace.reporting.tokens.writer import TokenWriter
-from tailrace.reporting.totals import MISMATCH_NATS, RunTotals, mismatch_in
+from tailrace.reporting.totals import MISMATCH_CAUSES, MISMATCH_NATS, RunTotals, mismatch_in
 from tailrace.reporting.trackers.hub import Trackers
 from tailrace.scheduling import Evaluation, Ledger, SchedulerObserver
 from tailrace.tracing.phases import phase
@@ -263,8 +263,8 @@ class RunObserver(SchedulerObserver):
         if metric is not None and steps.bit_count() == 1:  # the first, second, fourth, eighth, ...
             _logger.error(
                 "ALARM: in step %d the trainer's log-probabilities differ from the generator's by %.3g nats on average "
-                "(%s, at most %g; %d steps so far): the generator holds other weights, or computes with them otherwise",
-                *(step, self.latest[metric], metric, MISMATCH_NATS[metric], steps),
+                "(%s, at most %g; %d steps so far): %s",
+                *(step, self.latest[metric], metric, MISMATCH_NATS[metric], steps, MISMATCH_CAUSES[metric]),
             )
 
     def weights_installed(self, duration_s: float) -> None:

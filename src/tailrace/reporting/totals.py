@@ -23,6 +23,11 @@ from tailrace.reporting.summary import EvaluationSummary, LedgerSummary
 MISMATCH_NATS = {"training/logprob_difference_fresh": 0.1, "training/logprob_difference": 2.0}
 """Highest mean differences of log-probabilities that numerics (bfloat16 costs a few hundredths) and, over tokens of all
 versions, some steps of training explain: a policy that finds its way of answering within ten steps moves by 1.0."""
+MISMATCH_CAUSES = {
+    "training/logprob_difference_fresh": "the generator holds other weights, or computes with them otherwise",
+    "training/logprob_difference": "the generator holds other weights, or steps move the policy that far (lower "
+    "trainer.learning_rate, or raise trainer.warmup_steps)",
+}
 CURVES = ("training/kl", "training/entropy", "training/grad_norm")
 """Metrics whose course the live view draws, beside the reward."""
 
