@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import codecs
 import copy
 import gzip
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -132,9 +134,23 @@ def test_bytes_that_are_no_text_are_refused_with_their_line(tmp_path: Path) -> N
         load_rows(tmp_path / "latin.jsonl")
 
 
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"nowhere\.jsonl does not exist"):
-        load_rows(tmp_path / "nowhere.jsonl")
+@pytest.mark.parametrize("name", ["data/nowhere.jsonl", "nowhere.csv.gz"])
+def test_a_missing_file_is_named_and_not_looked_for_on_the_hub(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match=rf"{name} does not exist \(looked in {tmp_path}\)$"):
+        load_rows(name)
+
+
+@pytest.mark.parametrize(("name", "write"), [("d.jsonl", write_jsonl), ("d.json", write_json)])
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_a_byte_order_mark_as_windows_writes_it_is_no_part_of_the_rows(
+    name: str, write: Callable[[Path], Path], is_packed: bool, tmp_path: Path
+) -> None:
+    path = write(tmp_path / name)
+    path.write_bytes(codecs.BOM_UTF8 + path.read_bytes())
+    assert list(load_rows(pack(path) if is_packed else path)) == ROWS
 
 
 def test_an_unknown_kind_of_file_says_which_are_known(tmp_path: Path) -> None:
@@ -151,12 +167,18 @@ def test_the_rows_of_a_csv_file_are_texts_by_the_names_of_its_first_line(tmp_pat
     assert list(rows) == [{"question": "Which, näher?\nOr far?", "answer": "1"}, {"question": "b", "answer": ""}]
 
 
+def test_empty_lines_of_a_csv_file_are_no_rows(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text("question,answer\n\na,1\n\nb,2\n\n")
+    assert [row["question"] for row in load_rows(tmp_path / "rows.csv")] == ["a", "b"]
+
+
 @pytest.mark.parametrize(
     ("name", "text", "says"),
     [
         ("rows.csv", b"a,b\n1,2\n3\n", r"rows\.csv, line 3: 1 values for the 2 columns of line 1 \(a, b\)"),
         ("rows.csv", b'a,b\n"1,2\n', r"rows\.csv is not a CSV file"),
         ("rows.csv", b"a,b\n", "is empty"),
+        ("rows.csv", b"a,b,a\n1,2,3\n", r"rows\.csv, line 1: 'a' names more than one column"),
         ("rows.json", b'{"a": 1}\n{"a": 2}\n', r"one object a line belongs into a \.jsonl file"),
         ("rows.json", b'{"rows": []}', "holds an object; a data set is an array of objects"),
         ("rows.json", b'[{"a": 1}, 2]', "entry 1: a task row is a JSON object, not a number"),

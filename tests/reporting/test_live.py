@@ -4,6 +4,7 @@ import asyncio
 import io
 import logging
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -120,6 +121,19 @@ def test_the_live_view_shows_every_figure(width: int) -> None:
         "KL 0.002  entropy 0.83  gradient 0.31",
     ):
         assert promised in text
+
+
+@pytest.mark.parametrize("width", [80, 96, 112, 120, 160])
+def test_figures_of_a_run_of_the_usual_size_and_what_is_drawn_beside_them_are_whole(width: int) -> None:
+    view = replace(a_view(), in_flight=280, in_flight_limit=320, rewards=[step / 99 for step in range(100)])
+    text = text_of(view, width)
+    assert re.search(r"280 of 320 rollouts +[━╸]+ *$", text, flags=re.MULTILINE)
+    assert re.search(r"1\.000 ± 0\.143 +▁[▁-█]+█( |$)", text, flags=re.MULTILINE)
+
+
+def test_the_figures_of_a_large_run_are_whole_where_there_is_room() -> None:
+    view = replace(a_view(), in_flight=1024, in_flight_limit=10_240)
+    assert "1,024 of 10.2 k rollouts" in text_of(view, 80)
 
 
 def test_the_live_view_tells_evaluations_of_several_environments_apart() -> None:

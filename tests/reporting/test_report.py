@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -135,6 +136,16 @@ def test_a_run_of_a_single_step_has_a_report(tmp_path: Path) -> None:
     write_example_run(tmp_path, steps=1)
     write_report(tmp_path)
     assert_self_contained(Page(tmp_path / "report.html"))
+
+
+def test_a_run_whose_lag_or_phases_are_all_zero_has_a_report_without_a_warning(
+    tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    lines = [{"step": step, "reward/mean": 0.0, "lag/max_s": 0.0, "phase/train/lag_max_s": 0.0} for step in (1, 2)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_report(tmp_path)
+    assert "Event-loop lag" in Page(tmp_path / "report.html").shown
+    assert [str(one.message) for one in recwarn] == []
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import shutil
 from collections import Counter
 from pathlib import Path
 
@@ -13,14 +12,13 @@ from transformers import MambaConfig, MambaForCausalLM
 
 from tailrace.config import load_settings
 from tailrace.errors import DataError, ModelError, SettingsError
-from tailrace.models.loading import resolve_model
 from tailrace.records import RunStatus
 from tailrace.reporting.summary import RunSummary
 from tailrace.rollouts import ChatRenderer
 from tailrace.run.parts import within_own_context
 from tailrace.run.training import train
 from tests.run.runs import RESUMED, environment, records, rollouts, run_inline, tiny_settings
-from tests.support.bundled_models import rename_a_token
+from tests.support.bundled_models import copy_bundled
 from tests.support.chat_models import save_chat_model
 
 TROUBLES = """
@@ -191,24 +189,14 @@ async def test_a_reference_that_cannot_score_what_is_sampled_is_refused(tmp_path
         (str(other), "holds no weights"),
         ("bundled:slowstart", "no such bundled model"),
         (
-            str(_quickstart(tmp_path / "short", max_position_embeddings=64)),
+            str(copy_bundled(tmp_path / "short", max_position_embeddings=64)),
             "which was made for 64 tokens, and a .* 512",
         ),
-        (str(_quickstart(tmp_path / "renamed", drop_token=True)), f"{key} is .* has another vocabulary than 'bundled"),
+        (str(copy_bundled(tmp_path / "renamed", drop_token=True)), f"{key} is .* has another vocabulary than 'bundled"),
     ):
         with pytest.raises(ModelError, match=message):
             await run_inline(tmp_path / "runs", "--max_steps", "1", f"--{key}", name)
     assert not (tmp_path / "runs" / "run" / "summary.json").exists()
-
-
-def _quickstart(folder: Path, *, drop_token: bool = False, **changes: int) -> Path:
-    """The bundled model with another config, or one token less."""
-    shutil.copytree(resolve_model("bundled:quickstart").location, folder)
-    config = json.loads((folder / "config.json").read_text()) | changes
-    (folder / "config.json").write_text(json.dumps(config))
-    if drop_token:
-        rename_a_token(folder)
-    return folder
 
 
 async def test_an_empty_file_and_a_row_without_its_column_are_told_with_their_place(tmp_path: Path) -> None:

@@ -188,6 +188,14 @@ async def test_a_run_that_is_through_has_nothing_more_to_train(tmp_path: Path) -
     await run_inline(tmp_path, *DATA, "--max_steps", "2")
     summary = await run_inline(tmp_path, *DATA, "--max_steps", "2", *RESUMED)
     assert (summary.status, summary.steps, summary.ledger.by_state["trained"]) == (RunStatus.FINISHED, 2, 8)
+    assert summary.checkpoint_path == str(tmp_path / "run" / "checkpoints" / "step_000002")
+
+
+async def test_a_start_that_came_to_nothing_still_knows_the_checkpoint_of_the_one_before(tmp_path: Path) -> None:
+    await run_inline(tmp_path, *DATA, "--max_steps", "2", "--trainer.checkpoint_every_steps", "1")
+    summary = await run_inline(tmp_path, *DATA, "--max_steps", "4", "--trainer.loss.name", "math:pi", *RESUMED)
+    assert (summary.status, summary.exit_code, summary.steps) == (RunStatus.FAILED, 2, 2)
+    assert summary.checkpoint_path == str(tmp_path / "run" / "checkpoints" / "step_000002")
 
 
 async def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +11,7 @@ from tailrace.cli import main
 from tailrace.errors import SettingsError
 from tailrace.run.trying import settings_to_try, try_environments
 from tests.run.runs import TINY
+from tests.support.bundled_models import copy_bundled
 
 HERE = "tests.support.run_environments"
 
@@ -47,6 +49,13 @@ async def test_prompt_reply_reward_and_times_are_shown_and_the_prompts_tokens_wh
     assert len(re.findall(r"reward \d\.\d{3}\n  user       word \d+\n  assistant  ", text)) == 2
     assert len(re.findall(r"generate .*s · environment .*s · 2 turns · \d+ tokens sampled", text)) == 2
     assert re.search(r"\d+:'<\|im_start\|>' ", await tried("words", tasks=1, group_size=1, tokens=True))
+
+
+async def test_a_model_s_own_context_is_the_limit_as_it_is_in_a_run(tmp_path: Path) -> None:
+    short = str(copy_bundled(tmp_path / "short", max_position_embeddings=32))
+    text = await tried("words", "--model.name", short, "--rollouts.max_tokens", "30")
+    assert re.search(r"a first prompt has \d+ tokens: of the 32 that prompt and reply may have together", text)
+    assert "failure" not in text
 
 
 def test_the_command_ends_with_1_where_nothing_could_be_trained_on(capsys: pytest.CaptureFixture[str]) -> None:

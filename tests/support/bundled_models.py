@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM
 
-from tailrace.models.loading import copy_tokenizer, load_causal_lm
+from tailrace.models.loading import copy_tokenizer, load_causal_lm, resolve_model
 
 BUNDLED = "bundled:quickstart"
 
@@ -31,6 +32,16 @@ def save_smaller(folder: Path) -> str:
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     copy_tokenizer(BUNDLED, folder)
     return str(folder)
+
+
+def copy_bundled(folder: Path, *, drop_token: bool = False, **changes: int) -> Path:
+    """The bundled model with another config, or one token less."""
+    shutil.copytree(resolve_model(BUNDLED).location, folder)
+    config = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(config))
+    if drop_token:
+        rename_a_token(folder)
+    return folder
 
 
 def rename_a_token(folder: Path) -> None:

@@ -36,7 +36,8 @@ def load_rows(path: str | Path) -> Sequence[Row]:
     else:
         location = Path(path).expanduser()
         if not location.exists():
-            hint = f"; one of the Hugging Face hub is {HUB}{path}" if _HUB_ID.fullmatch(str(path)) else ""
+            may_be_id = _HUB_ID.fullmatch(str(path)) and location.suffix not in (*_READERS, ".gz", ".parquet")
+            hint = f"; one of the Hugging Face hub is {HUB}{path}" if may_be_id else ""
             raise DataError(f"data set {location} does not exist (looked in {Path.cwd()}){hint}")
         rows = _open(location)
     if len(rows) == 0:

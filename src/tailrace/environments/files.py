@@ -13,6 +13,8 @@ import shutil
 import tempfile
 import zlib
 from array import array
+from codecs import BOM_UTF8
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -63,9 +65,10 @@ def open_jsonl(path: Path) -> JsonlRows:
     is_packed = path.suffix == ".gz"
     with _unpacked(path) if is_packed else path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
-            if line.strip():
-                _decode_row(line, path, number)
-                starts.append(offset)
+            text = line.removeprefix(BOM_UTF8) if number == 1 else line
+            if text.strip():
+                _decode_row(text, path, number)
+                starts.append(offset + len(line) - len(text))
                 line_numbers.append(number)
             offset += len(line)
         starts.append(offset)
@@ -74,7 +77,7 @@ def open_jsonl(path: Path) -> JsonlRows:
 
 def open_json(path: Path) -> list[Row]:
     """A JSON file, plain or gzipped, that holds an array of objects; in memory. Raises `DataError` when it does not."""
-    text = _read(path)
+    text = _read(path).removeprefix(BOM_UTF8)
     try:
         rows = msgspec.json.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -108,13 +111,15 @@ def _first_too_deep(text: bytes) -> int:
 def open_csv(path: Path) -> list[Row]:
     """A CSV file, plain or gzipped, whose first line names the columns; in memory, every value as text.
 
-    Raises `DataError` with file and line for a row of another length.
+    Empty lines are no rows. Raises `DataError` with file and line for a row of another length.
     """
     try:
         lines = csv.reader(io.StringIO(_read(path).decode("utf-8-sig"), newline=""), strict=True)
         columns = next(lines, [])
+        if twice := [name for name, count in Counter(columns).items() if count > 1]:
+            raise DataError(f"{path}, line 1: {twice[0]!r} names more than one column; give each a name of its own")
         rows: list[Row] = []
-        for values in lines:
+        for values in filter(None, lines):
             if len(values) != len(columns):
                 raise DataError(
                     f"{path}, line {lines.line_num}: {len(values)} values for the {len(columns)} columns of line 1 "

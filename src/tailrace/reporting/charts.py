@@ -86,7 +86,8 @@ def line_chart(
         for colour, line in zip(_PAGE.series, drawn, strict=False):
             marker = "o" if len(line.series.values) == 1 else ""
             axes.plot(line.series.steps, line.series.values, color=colour, linewidth=1.6, marker=marker, markersize=3)
-        _finish(axes, _PAGE, show, logarithmic=logarithmic)
+        has_positive = any(value > 0 for line in drawn for value in line.series.values)
+        _finish(axes, _PAGE, show, logarithmic=logarithmic and has_positive)
         svg = _svg(figure, title)
     legend = [
         LegendEntry(line.label, f"series-{index}", show(line.series.values[-1])) for index, line in enumerate(drawn, 1)

@@ -33,8 +33,11 @@ _SECOND = "#6c9fd4"
 _GOOD, _WARN, _BAD = "green", "yellow", "red"
 _LABEL = "bright_black"
 _TRACK = "grey23"
-_TWO_COLUMNS = 96
+_TWO_COLUMNS = 112
 _SPARK_WIDTH = 24
+_LABELS = 9
+_ROOMY = 70
+"""Columns from which one side of the view has room for long figures."""
 _COURSES = {"KL": "training/kl", "entropy": "training/entropy", "gradient": "training/grad_norm"}
 _LEAST_CURVE_ROWS, _MOST_CURVE_ROWS = 6, 10
 _LEAST_CURVE = 34
@@ -115,24 +118,24 @@ def _advice(one: Advice, width: int) -> Text:
 
 
 def _learning(view: RunView, width: int) -> Table:
-    grid = _grid(width)
-    grid.add_row("reward", _reward(view), _spark(view.rewards, _ACCENT))
+    grid, (_, rest) = _grid(width), _widths(width)
+    grid.add_row("reward", _reward(view), _spark(view.rewards, rest, _ACCENT))
     grid.add_row("", *_reward_detail(view))
     if view.held_out or view.evaluating_step is not None:
         grid.add_row("held out", *_held_out(view))
     grid.add_row("policy", Text.assemble(("version ", _LABEL), f"{view.policy_version:,}"), "")
     grid.add_row("update", *_update(view))
     grid.add_row("staleness", *_staleness(view))
-    grid.add_row("generate", _rate(view.generation_tokens_per_s), _spark(view.generation_tokens_per_s, _SECOND))
-    grid.add_row("train", _rate(view.training_tokens_per_s), _spark(view.training_tokens_per_s, _SECOND))
+    grid.add_row("generate", _rate(view.generation_tokens_per_s), _spark(view.generation_tokens_per_s, rest, _SECOND))
+    grid.add_row("train", _rate(view.training_tokens_per_s), _spark(view.training_tokens_per_s, rest, _SECOND))
     grid.add_row("rollout", *_rollout(view))
     return grid
 
 
 def _flow(view: RunView, width: int) -> Table:
-    grid = _grid(width)
-    grid.add_row("in flight", *_gauge(view.in_flight, view.in_flight_limit, "rollout"))
-    grid.add_row("ready", *_gauge(view.ready_groups, view.groups_per_batch, "group"))
+    grid, (_, rest) = _grid(width), _widths(width)
+    grid.add_row("in flight", *_gauge(view.in_flight, view.in_flight_limit, "rollout", rest))
+    grid.add_row("ready", *_gauge(view.ready_groups, view.groups_per_batch, "group", rest))
     memory = f"{num_bytes(view.rss_bytes)} of memory" if view.rss_bytes else ""
     grid.add_row("queued", _number(view.queued_batches, "batch", "es"), Text(memory, style=_LABEL))
     grid.add_row("running", _number(view.running_rollouts, "rollout", "s"), _replicas(view))
@@ -155,11 +158,17 @@ def _replicas(view: RunView) -> Text:
 
 
 def _grid(width: int) -> Table:
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(style=_LABEL, width=9, no_wrap=True)
-    grid.add_column(width=18, no_wrap=True)
-    grid.add_column(width=max(8, width - 31), no_wrap=True, overflow="ellipsis")
+    grid, (figures, rest) = Table.grid(padding=(0, 2)), _widths(width)
+    grid.add_column(style=_LABEL, width=_LABELS, no_wrap=True)
+    grid.add_column(width=figures, no_wrap=True)
+    grid.add_column(width=rest, no_wrap=True, overflow="ellipsis")
     return grid
+
+
+def _widths(width: int) -> tuple[int, int]:
+    """Columns for figures (`120 of 320 rollouts`, where there is room `1,024 of 10.2 k rollouts`), and for the rest."""
+    figures = 24 if width >= _ROOMY else 19
+    return figures, max(8, width - _LABELS - figures - 4)
 
 
 def _beside(left: RenderableType, right: RenderableType) -> RenderableType:
@@ -264,10 +273,10 @@ def _rollout(view: RunView) -> tuple[Text, Text]:
     return words, Text("" if view.turns is None else f"{view.turns:.1f} turns", style=_LABEL)
 
 
-def _gauge(value: int, limit: int | None, noun: str) -> tuple[Text, Text]:
-    of = "" if limit is None else f" of {limit:,}"
+def _gauge(value: int, limit: int | None, noun: str, width: int) -> tuple[Text, Text]:
+    of = "" if limit is None else f" of {compact(limit)}"
     words = Text.assemble(compact(value), (f"{of} {noun}s", _LABEL))
-    return words, _bar(value / limit, _BAR_WIDTH, _SECOND) if limit else Text()
+    return words, _bar(value / limit, min(_BAR_WIDTH, width), _SECOND) if limit else Text()
 
 
 def _phases(view: RunView) -> tuple[Text, Text]:
@@ -298,8 +307,8 @@ def _outcomes(view: RunView) -> tuple[Text, Text]:
     return _number(view.rollouts_trained, "trained"), rest
 
 
-def _spark(values: Sequence[float], style: str) -> Text:
-    return Text(sparkline(values, _SPARK_WIDTH), style=style)
+def _spark(values: Sequence[float], width: int, style: str) -> Text:
+    return Text(sparkline(values, min(_SPARK_WIDTH, width)), style=style)
 
 
 def _bar(filled: float, width: int, style: str) -> Text:

@@ -70,6 +70,15 @@ class RunPaths:
         self.tokenizer = root / "tokenizer"
         """The tokenizer's files, where the model has no local folder."""
 
+    def checkpoint(self, step: int) -> Path:
+        """Where the checkpoint of a step lies, if there is one."""
+        return self.checkpoints / f"step_{step:06d}"
+
+    def newest_checkpoint(self) -> str:
+        """The newest one that is there, by its name; empty where there is none."""
+        steps = [step for path in self.checkpoints.glob("step_*") if (step := step_of_path(path)) is not None]
+        return str(self.checkpoint(max(steps))) if steps else ""
+
     def checkpoint_seen_here(self, path: str) -> str:
         """One that the trainer tells of, which may see the run's folder under a path of its own machine.
 

@@ -83,8 +83,8 @@ class Orchestrator(WeightListener, ReplicaListener):
         observer: RunObserver,
         evaluator: Evaluator,
     ) -> None:
-        self.checkpoint = ""
-        """Path of the newest one."""
+        self.checkpoint = paths.newest_checkpoint()
+        """Path of the newest one, which may be of an earlier start."""
         self.step = 0
         self.version = 0
         self.installed_version = -1 if roles.generators.awaits_weights else 0
@@ -210,7 +210,13 @@ class Orchestrator(WeightListener, ReplicaListener):
             self._roles.generators.router.weights.trainer_restarted()
         else:
             self._trainer_started, self.step, self.version = True, event.step, event.version
+            self.checkpoint = self._resumed_from(event.step)
         self._roles.trainer.started(event.step)
+
+    def _resumed_from(self, step: int) -> str:
+        """The checkpoint that the trainer found: not always the newest folder, and an outside trainer has its own."""
+        found = self._paths.checkpoint(step)
+        return str(found) if found.is_dir() else ""
 
     def _publish(self, ref: ModelStateDictRef) -> None:
         """Generators take these weights, unless they have newer ones of a trainer that ended early.

@@ -17,7 +17,7 @@ from tailrace.reporting.trials import Failure, Trial, TriedGroup, trial_text
 from tailrace.rollouts import LoadedEnvironment, Rollouter
 from tailrace.run.engines import require_engine
 from tailrace.run.outside import require_inside
-from tailrace.run.parts import load_environments, make_renderer, make_rollouter
+from tailrace.run.parts import load_environments, make_renderer, make_rollouter, within_own_context
 from tailrace.run.started_roles import open_generate
 from tailrace.scheduling import TaskSource, TaskStream
 from tailrace.tracing.lag import LoopLagMonitor
@@ -50,7 +50,6 @@ async def try_environments(
     `DataError` or `ModelError` for what a run would be refused for, and what all generators failed with.
     """
     require_engine(settings.generator)
-    settings = with_scaled_deadlines(settings)
     if settings.rollouts.agent_workers == "auto":  # what holds the loop is told, and a debugger stops in an agent
         settings = settings.model_copy(update={"rollouts": settings.rollouts.model_copy(update={"agent_workers": 0})})
     environments = await asyncio.to_thread(load_environments, settings)
@@ -58,6 +57,7 @@ async def try_environments(
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tailrace-try-")))
         renderer = await asyncio.to_thread(make_renderer, settings, folder)
+        settings = with_scaled_deadlines(within_own_context(settings, renderer))
         async with (
             open_generate(settings, folder) as (generate, failed),
             make_rollouter(settings, environments, renderer=renderer, generate=generate) as rollouter,
