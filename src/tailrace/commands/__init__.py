@@ -1,0 +1,123 @@
+"""What the `tailrace` command does. Thin: it reads arguments, calls `run`, prints, turns errors into exit codes.
+
+tailrace train quickstart --trainer.learning_rate 3e-4
+tailrace train my_run.toml --dry-run
+tailrace eval quickstart --model.name runs/quickstart/checkpoints/step_000160
+tailrace try own:guess
+tailrace serve bundled:quickstart
+tailrace serve --join quickstart
+tailrace leave quickstart generator-2
+tailrace join quickstart --redis redis://host:6379/0
+tailrace cluster render slurm my_run.toml --folder /shared/work
+tailrace key generators.key
+tailrace simulate long-tail --sweep max_staleness=0,1,2,4,8
+tailrace replay runs/quickstart --traffic 200
+tailrace ui runs/quickstart
+tailrace recipes
+tailrace environments install verifiers==0.4.0
+tailrace --version
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from difflib import get_close_matches
+from functools import reduce
+from operator import or_
+from typing import Annotated, Any
+
+import tyro
+from rich.console import Console
+from rich.markup import escape
+
+from tailrace import __version__
+from tailrace.commands.arguments import show
+from tailrace.commands.catalogue import Environments, FetchSmollm2, Recipes, Settings
+from tailrace.commands.clusters import Cluster
+from tailrace.commands.generators import Join, Key, Leave, Serve
+from tailrace.commands.offline import Replay, Simulate, Ui
+from tailrace.commands.runs import Evaluate, Train, Try
+from tailrace.errors import SettingsError, TailraceError
+
+__all__ = [
+    "Cluster",
+    "Environments",
+    "Evaluate",
+    "FetchSmollm2",
+    "Join",
+    "Key",
+    "Leave",
+    "Recipes",
+    "Replay",
+    "Serve",
+    "Settings",
+    "Simulate",
+    "Train",
+    "Try",
+    "Ui",
+    "parse",
+    "status_of",
+]
+
+_COMMANDS: dict[str, type[Callable[[list[str]], int]]] = {
+    "train": Train,
+    "eval": Evaluate,
+    "try": Try,
+    "serve": Serve,
+    "leave": Leave,
+    "join": Join,
+    "key": Key,
+    "cluster": Cluster,
+    "simulate": Simulate,
+    "replay": Replay,
+    "ui": Ui,
+    "recipes": Recipes,
+    "settings": Settings,
+    "environments": Environments,
+    "fetch-smollm2": FetchSmollm2,
+}
+
+
+def status_of(given: Sequence[str]) -> int:
+    """Run the command that these arguments mean; its exit status."""
+    from tailrace.lifecycle.exit_codes import ExitCode, exit_code_of
+    from tailrace.lifecycle.signals import Stopped
+
+    try:
+        if list(given) == ["--version"]:
+            show(f"tailrace {__version__}")
+            return ExitCode.FINISHED
+        _require_command(given)
+        command, overrides = parse(given)
+        return command(overrides)
+    except TailraceError as error:
+        Console(stderr=True).print(f"[bold red]error[/] {escape(str(error))}", soft_wrap=True, highlight=False)
+        return exit_code_of(error)
+    except Stopped as stopped:
+        return stopped.code
+    except KeyboardInterrupt:
+        return ExitCode.INTERRUPTED
+
+
+def _require_command(arguments: Sequence[str]) -> None:
+    """Raise `SettingsError` for a first word that is no command, with the nearest one."""
+    word = arguments[0] if arguments else "-h"
+    if not word.startswith("-") and word not in _COMMANDS:
+        close = get_close_matches(word, _COMMANDS, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"commands: {', '.join(_COMMANDS)}"
+        raise SettingsError(f"there is no command {word!r}; {hint}")
+
+
+def parse(arguments: Sequence[str]) -> tuple[Callable[[list[str]], int], list[str]]:
+    """The command that these arguments mean, and what of them are settings; exits for an option that it has not."""
+    commands: Any = reduce(or_, (Annotated[one, tyro.conf.subcommand(name)] for name, one in _COMMANDS.items()))
+    command, overrides = tyro.cli(
+        commands,
+        prog="tailrace",
+        description="Reinforcement learning of language models, asynchronous throughout. "
+        "`tailrace --version` tells its version.",
+        args=arguments or ["--help"],
+        return_unknown_args=True,
+        config=(tyro.conf.FlagCreatePairsOff,),
+    )
+    return command, overrides

@@ -1,0 +1,135 @@
+"""`simulate`, `replay` and `ui`: without a model."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from tailrace.commands.arguments import (
+    TABLE_WIDTH,
+    Capture,
+    KeyFile,
+    Phase,
+    Plan,
+    Save,
+    Shape,
+    Size,
+    Sweep,
+    refuse,
+    run_to_end,
+    show,
+)
+from tailrace.errors import SettingsError
+
+
+@dataclass(frozen=True)
+class Simulate:
+    """Ask what a cluster will do with a load, per policy. Any setting of the plan can follow as --section.key VALUE."""
+
+    plan: Plan
+    """A packaged plan (long-tail), or a .toml file."""
+    sweep: Sweep = None
+    """Run it once for each value of a setting: max_staleness=0,1,2,4,8, engines.slots=32,64, ..."""
+    png: Save = None
+    """Draw the timelines into this file."""
+    json: bool = False
+    """Print the figures as one line of JSON."""
+
+    def __call__(self, overrides: list[str]) -> int:
+        """Run the command."""
+        import logging
+
+        from tailrace.config.simulating import load_plans
+        from tailrace.simulation import simulate
+        from tailrace.simulation.report import comparison, record
+
+        logging.getLogger("tailrace").setLevel(logging.ERROR)  # the table says what a run would warn of
+        runs = []
+        for plan in load_plans(self.plan, overrides, sweep=self.sweep):
+            runs.append(simulate(plan))
+            Console(stderr=True).print(f"  {plan.name}: {runs[-1].duration_s / 3600:.1f} h simulated", highlight=False)
+        if self.json:
+            sys.stdout.write(json.dumps([record(run) for run in runs]) + "\n")
+        else:
+            Console().print(comparison(runs))
+        if self.png is not None:
+            from tailrace.simulation.charts import timeline_png
+
+            self.png.write_bytes(timeline_png(runs))
+        return 0
+
+
+@dataclass(frozen=True)
+class Replay:
+    """Run a captured step's pipeline again, offline, and measure what each phase costs and does to the event loop."""
+
+    capture: Capture = None
+    """A run's folder with a capture in it (`tailrace train RECIPE --capture 2`); or none, with --synthetic."""
+    synthetic: Shape = None
+    """Made-up groups instead: rollouts x turns, of 2,032 tokens a turn."""
+    routed_experts: Size = "0"
+    """Bytes of routed experts of the made-up groups."""
+    phase: Phase = None
+    """Only this one, after those before it."""
+    traffic: int = 0
+    """Tasks of synthetic traffic on the event loop beside it."""
+    repeat: int = 3
+    """How often each phase runs."""
+    json: bool = False
+    """End with a line of JSON, an array of rows."""
+
+    def __call__(self, overrides: list[str]) -> int:
+        """Run the command."""
+        from tailrace.replay.command import captured, made_up, replay
+        from tailrace.replay.measuring import HEADINGS, as_json, rows
+
+        refuse(overrides)
+        if (self.capture is None) == (self.synthetic is None):
+            raise SettingsError("replay needs the folder of a run that captured something, or --synthetic 64x20")
+        if self.repeat < 1 or self.traffic < 0:
+            raise SettingsError(f"--repeat is {self.repeat} and --traffic {self.traffic}; at least 1 and 0")
+        plan = captured(self.capture) if self.capture else made_up(self.synthetic or "", self.routed_experts)
+        costs = run_to_end(replay(plan, only=self.phase, traffic=self.traffic, repeat=self.repeat))
+        table = Table(box=None, pad_edge=False)
+        for heading in HEADINGS:
+            table.add_column(heading, no_wrap=True, justify="left" if heading == HEADINGS[0] else "right")
+        for row in rows(costs):
+            table.add_row(*row)
+        Console(width=max(TABLE_WIDTH, Console().width)).print(table)
+        if self.json:
+            show(as_json(costs))
+        return 0
+
+
+@dataclass(frozen=True)
+class Ui:
+    """Look at runs in a browser: curves, schedules, groups, conversations, tokens. It only reads files."""
+
+    folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")] = Path("runs")
+    """A run's folder, or the one that many are in; or traces of verifiers', or completions of TRL's."""
+    address: Annotated[str, tyro.conf.arg(metavar="HOST:PORT")] = "127.0.0.1:8420"
+    """Where to listen. The link of one that other machines can reach has a token in it."""
+    chat: Annotated[str | None, tyro.conf.arg(metavar="URL")] = None
+    """Where `tailrace serve MODEL --http` answers: the page then talks to that model."""
+    chat_key: KeyFile = None
+    """File with the key of that, as `tailrace serve --http-key` wrote it."""
+
+    def __call__(self, overrides: list[str]) -> int:
+        """Run the command."""
+        try:
+            from tailrace.dashboard.serving import serve_dashboard
+        except ModuleNotFoundError as error:
+            if error.name not in ("starlette", "uvicorn", "anyio"):
+                raise
+            raise SettingsError(f'the dashboard needs {error.name}: pip install "tailrace[ui]"') from error
+        from tailrace.dashboard.chat import chat_place
+
+        refuse(overrides)
+        return run_to_end(serve_dashboard(self.folder, self.address, show, chat=chat_place(self.chat, self.chat_key)))
