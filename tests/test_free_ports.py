@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import socket
 from collections.abc import Callable
 
@@ -25,6 +26,14 @@ def test_so_many_in_a_row_are_free_where_one_is_taken(only: Callable[[range], No
         for _ in range(20):
             chosen = free_port(count=3)
             assert first + 60 not in range(chosen, chosen + 3)
+
+
+def test_processes_of_the_same_seed_choose_others() -> None:
+    chosen = set()
+    for _ in range(3):
+        random.seed(5)
+        chosen.add(free_port())
+    assert len(chosen) > 1
 
 
 def test_none_that_is_free_is_told(only: Callable[[range], None]) -> None:

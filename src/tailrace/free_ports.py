@@ -10,11 +10,13 @@ from tailrace.errors import SettingsError
 
 _PORTS = range(20_000, 32_000)
 """Below those that the system gives to whoever asks for any: between choice and use it would give a chosen one away."""
+_CHOICE = random.SystemRandom()
+"""Not the `random` that trainers seed: two runs of the same seed would choose the same ports at the same time."""
 
 
 def free_port(host: str = "127.0.0.1", count: int = 1) -> int:
     """The first of so many in a row that nobody listens at. Raises `SettingsError`."""
-    for port in random.sample(range(_PORTS.start, _PORTS.stop - count), 100):
+    for port in _CHOICE.sample(range(_PORTS.start, _PORTS.stop - count), 100):
         with contextlib.ExitStack() as tried, contextlib.suppress(OSError):
             for one in range(port, port + count):
                 tried.enter_context(socket.socket()).bind((host, one))
