@@ -1,6 +1,7 @@
 """New weights from a trainer's process into a generator that goes on generating: what publishing and stalling cost.
 
     python benchmarks/weight_sync.py [--json] [--quick] [--case torch-float32-hot_swap-keep ...]
+    python benchmarks/weight_sync.py --case delta-bfloat16 --case delta-float32 --model models/smollm2-135m-instruct
 
 A second process holds the weights and publishes them to shared memory, as a trainer does; this one generates, and
 installs each version between two steps. Weights are random ones of SmolLM2-135M's shape
@@ -13,8 +14,10 @@ that was written before (`shm_write_s`, taken in turns with `publish`). Medians 
 which the store's files are new.
 
 The `delta` cases are about weights on their way to another host: float32 weights of the same shape take a step of
-random numbers of deviation 1e-6, and what changed of what is published is coded and applied. `pays_below_gbit_per_s`
-is the connection that carries what was saved in the time that this took: on any slower one a delta comes sooner.
+random numbers of deviation 1e-6, and what changed of what is published is coded and applied. With `--model` they are
+those of a folder's model, and the step is AdamW's with a learning rate of 1e-6, on this file's text.
+`pays_below_gbit_per_s` is the connection that carries what was saved in the time that this took: on any slower one a
+delta comes sooner.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -39,6 +42,7 @@ from typing import Literal
 import numpy as np
 import torch
 from small_model import make_smollm2
+from tokenizers import Tokenizer
 from transformers import LlamaForCausalLM
 
 from tailrace.generation.decisions import KvCache, WeightPolicy, WeightUpdate
@@ -53,6 +57,8 @@ from tailrace.transport.weights.deltas import apply_delta, digest_of, encode_del
 from tailrace.transport.weights.stores import SharedMemoryModelStateDictStore
 
 LEARNING_RATE = 1e-6
+TOKENS = 256
+"""Of a step that really trains."""
 TARGET_STALL_RATIO = 3.0
 TARGET_PUBLISH_RATIO = 1.5
 WARM_UP_ROUNDS = 2
@@ -215,9 +221,40 @@ def memcpy_s(size: int) -> float:
     return statistics.median(times[2:])
 
 
-def delta_row(name: str, precision: torch.dtype, layers: int) -> DeltaRow:
+def random_steps(model: LlamaForCausalLM) -> Callable[[], None]:
+    """Each call moves all weights a little."""
+    generator = torch.Generator().manual_seed(0)
+
+    def step() -> None:
+        for weight in model.parameters():
+            weight.detach().add_(torch.randn(weight.shape, generator=generator), alpha=LEARNING_RATE)
+
+    return step
+
+
+def real_steps(model: LlamaForCausalLM, folder: str) -> Callable[[], None]:
+    """Each call is a step of training on the next tokens of this file."""
+    tokenizer = Tokenizer.from_file(str(Path(folder) / "tokenizer.json"))
+    parts = iter(torch.tensor(tokenizer.encode(Path(__file__).read_text()).ids).split(TOKENS))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95))
+
+    def step() -> None:
+        tokens = next(parts)[None]
+        model(tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def delta_row(name: str, precision: torch.dtype, layers: int, model_folder: str | None) -> DeltaRow:
     """One process, since coding and applying never run at the same time."""
-    model, generator = make_smollm2(layers), torch.Generator().manual_seed(0)
+    if model_folder is None:
+        model = make_smollm2(layers)
+        step = random_steps(model)
+    else:
+        model = LlamaForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+        step = real_steps(model, model_folder)
     weights = {name: weight.detach() for name, weight in model.named_parameters()}
 
     def published() -> dict[str, torch.Tensor]:
@@ -230,8 +267,7 @@ def delta_row(name: str, precision: torch.dtype, layers: int) -> DeltaRow:
         store = SharedMemoryModelStateDictStore(Path(folder))
         refs = [store.publish(published(), 0)]
         for version in range(1, 5):
-            for weight in weights.values():
-                weight.add_(torch.randn(weight.shape, generator=generator), alpha=LEARNING_RATE)
+            step()
             refs.append(store.publish(published(), version))
             with store.lend_file(refs[-2]) as (_, first), store.lend_file(refs[-1]) as (_, second):
                 held = bytearray(first)
@@ -351,14 +387,17 @@ async def busy(generator: Generator):
 
 
 def main() -> None:
-    options = kit.parse_options(__doc__)
+    parser = kit.common_parser(__doc__)
+    parser.add_argument("--model", metavar="FOLDER", help="of the delta cases, in place of random weights")
+    arguments = parser.parse_args()
+    options = kit.common_options(arguments)
     torch.set_num_threads(1)
     available = {case.name: case for case in cases(options.quick)}
     precisions = {"delta-bfloat16": torch.bfloat16, "delta-float32": torch.float32}
     rows: list[Row | DeltaRow] = []
     for name in options.choose([*available, *precisions]):
         if name in precisions:
-            rows.append(delta_row(name, precisions[name], layers=10 if options.quick else 30))
+            rows.append(delta_row(name, precisions[name], 10 if options.quick else 30, arguments.model))
             kit.progress(f"{name}: {rows[-1].sent_share:.1%} of the bytes")
             continue
         rows.append(asyncio.run(run_case(available[name])))
