@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
+from tailrace.errors import TransportError
+from tailrace.records import ModelStateDictRef
 from tailrace.run.host_transports import HostTransports, TransportAddresses
 from tailrace.transport.keys import CurveKeys
 from tests.run.runs import tiny_settings
@@ -13,7 +16,7 @@ from tests.run.runs import tiny_settings
 ON_GPUS = ("--trainer.device", "cuda", "--generator.engine", "vllm", "--transport.weights", "nccl")
 
 
-async def test_weights_between_gpus_are_asked_for_at_the_address_of_the_trainers_node(tmp_path: Path) -> None:
+def transports_on_nodes(tmp_path: Path, *overrides: str) -> HostTransports:
     where = TransportAddresses(
         epoch="epoch",
         events="tcp://127.0.0.1:1",
@@ -23,9 +26,34 @@ async def test_weights_between_gpus_are_asked_for_at_the_address_of_the_trainers
         payloads=str(tmp_path),
         keys=CurveKeys.make(),
     )
-    transports = HostTransports(where, tiny_settings(*ON_GPUS, "--placement", "ray", parent=tmp_path))
+    return HostTransports(where, tiny_settings(*overrides, "--placement", "ray", parent=tmp_path))
+
+
+async def test_weights_between_gpus_are_asked_for_at_the_address_of_the_trainers_node(tmp_path: Path) -> None:
+    transports = transports_on_nodes(tmp_path, *ON_GPUS)
     async with transports.trainer(0, "tcp://127.0.0.1:0") as ends:
         ref = ends.model_state_dicts.publish({"head": torch.ones(2)}, 1)
         assert ref.uri.startswith("tcp://127.0.0.1:")
         with transports.generator_ends("generator.0") as generator, generator.open(ref) as offered:
             assert offered.version == 1
+
+
+async def test_weights_on_their_way_from_node_to_node_lie_in_the_memory_of_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tailrace.lifecycle.resources.shared_memory_folder", lambda: tmp_path)
+    transports = transports_on_nodes(tmp_path, "--transport.weights", "object_store")
+    async with transports.trainer(0, "tcp://127.0.0.7:0") as ends:
+        ref = ends.model_state_dicts.publish({"head": torch.ones(2)}, 1)
+        host, _, name = ref.uri.partition("/")
+        assert host == "127.0.0.7"
+        own = ModelStateDictRef(1, name, ref.num_bytes)
+        with transports.generator_ends("generator.0", "tcp://127.0.0.7:0") as generator, generator.open(own) as found:
+            assert found["head"].tolist() == [1, 1]
+        with (
+            transports.generator_ends("generator-1.0", "tcp://127.0.0.8:0") as generator,
+            pytest.raises(TransportError, match="no model state dict"),
+            generator.open(own),
+        ):
+            pass
+    assert [*tmp_path.glob("tailrace-run-*")] == []

@@ -24,6 +24,7 @@ from tailrace.config.ray import RaySettings
 from tailrace.errors import SettingsError
 from tailrace.lifecycle.cluster import ClusterNode
 from tailrace.lifecycle.ray_cluster import RayCluster
+from tailrace.lifecycle.resources import shared_memory_folder
 from tailrace.records import RunStatus
 from tailrace.reporting.summary import read_summary
 from tailrace.run.joined_serving import release
@@ -39,6 +40,7 @@ ENDS_S = 30.0
 SAID_S = 30.0
 """In which a run says that it cannot begin."""
 QUIET = ("--observability.report", "false", "--observability.live", "off")
+SMALL_CHANGES = ("--model.dtype", "bfloat16", "--trainer.learning_rate", "1e-8")
 LIGHT = (
     *("--placement", "tests.support.light_ray:LightRayLauncher", "--scheduling.max_staleness", "20"),
     *("--trainer.checkpoint_every_steps", "3", "--generator.router.report_every_s", "0.2", *QUIET),
@@ -98,7 +100,8 @@ def test_a_run_on_three_nodes_loses_one_and_its_other_roles_and_finishes_and_lea
     nodes: RayNodes, tmp_path: Path
 ) -> None:
     nodes.add(1)  # for what was on the one that is lost
-    with command(tmp_path, *on(nodes, "--max_steps", "60", "--rollouts.agent_workers", "1")) as run:
+    chosen = ("--transport.weights", "object_store", "--max_steps", "60", "--rollouts.agent_workers", "1")
+    with command(tmp_path, *on(nodes, *chosen)) as run:
         run.wait_for_steps(5)
         roles = [role(run, name) for name in ("generator", "agent-worker-0", "trainer")]
         first, *_ = own = [nodes.node_of(one) for one in roles]
@@ -112,6 +115,8 @@ def test_a_run_on_three_nodes_loses_one_and_its_other_roles_and_finishes_and_lea
         assert (status, run.leftovers()) == (0, []), printed
         require_all_gone(roles)
     require_finished(run, printed, 60, loses_workers=True)
+    epoch = records(run.folder / "events.jsonl")[0]["epoch"]
+    assert [*shared_memory_folder().glob(f"tailrace-run-{epoch[:16]}-*")] == []
 
 
 def listens_at(process: psutil.Process) -> set[str]:
@@ -321,14 +326,26 @@ def test_nothing_is_left_of_a_trainer_that_computes_when_the_run_is_killed(tmp_p
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("wider", [("--generator.replicas", "2"), ("--trainer.ranks", "2")])
-def test_the_quickstart_trains_on_three_nodes(tmp_path: Path, wider: tuple[str, str]) -> None:
+@pytest.mark.parametrize(
+    ("wider", "weights"),
+    [
+        (("--generator.replicas", "2"), ()),
+        (("--generator.replicas", "2"), ("--transport.weights", "object_store", *SMALL_CHANGES)),
+        (("--trainer.ranks", "2"), ()),
+    ],
+)
+def test_the_quickstart_trains_on_three_nodes(tmp_path: Path, wider: tuple[str, ...], weights: tuple[str, ...]) -> None:
     with ray_cluster(1, 1, 1) as nodes:
         real = ("--placement", "ray", "--ray.address", nodes.address, *QUIET)
-        with command(tmp_path, *real, "--max_steps", "12", *wider) as run:
+        with command(tmp_path, *real, "--max_steps", "12", *wider, *weights) as run:
             status, printed = run.wait()
             assert status == 0, printed
         require_finished(run, printed, 12)
+    shares = [
+        line["weights/sent_share"] for line in records(run.folder / "metrics.jsonl") if "weights/sent_share" in line
+    ]
+    assert bool(shares) == bool(weights)
+    assert min(shares, default=0.0) < 0.5  # as deltas, but for the first ones
 
 
 @pytest.mark.long
@@ -480,6 +497,7 @@ async def test_where_ray_is_not_installed_the_extra_is_named(monkeypatch: pytest
 @pytest.mark.parametrize(
     ("overrides", "why"),
     [
+        (("--transport.weights", "object_store"), "and placement is 'local'"),
         (("--ray.wait_s", "3"), "ray is about placement = 'ray'"),
         (("--placement", "ray", "--transport.batches", "shared_memory"), "stays on one node"),
         (("--placement", "ray", "--generator.device", "cuda:1"), "names a GPU of one machine"),

@@ -127,7 +127,7 @@ async def trainer(role: Role) -> None:
     passing(f"{name} startup")
     settings = msgspec.json.decode(role.spec.settings, type=RoleSettings)
     rank = settings.run.trainer.rank_names.index(name)
-    async with settings.transports().trainer(rank) as ends:
+    async with settings.transports().trainer(rank, role.address) as ends:
         await _meet(settings, role.life, rank)
         role.ready()
         if rank == 0:

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tailrace.config.ray import RaySettings
-from tailrace.errors import SettingsError
+from tailrace.errors import SettingsError, TransportError
 from tailrace.lifecycle.cluster import (
     ClusterNode,
     ClusterPlan,
@@ -35,6 +35,7 @@ from tailrace.lifecycle.cluster import (
     largest_first,
     place,
 )
+from tailrace.lifecycle.node_weights import NodeWeights
 from tailrace.lifecycle.ray_host import RoleHost
 
 if TYPE_CHECKING:
@@ -73,6 +74,8 @@ class RayCluster:
         self._groups: dict[str, tuple[RoleGroup, PlacementGroup]] = {}
         self._sound: set[str] = set()
         """Nodes that have what a run needs, by id."""
+        self._weights = 0
+        """How many actors were started that hold weights."""
 
     # --- reached and checked -----------------------------------------------------------------------------------------
 
@@ -255,6 +258,26 @@ class RayCluster:
             "scheduling_strategy": strategy,
         }
         return ray.remote(RoleHost).options(**options).remote()
+
+    async def start_weights(self, epoch: str, address: str) -> ActorHandle:
+        """What holds weights on the node of this address. The caller ends it. Raises `TransportError`."""
+        return await _apart(lambda: self._start_weights(epoch, address))
+
+    def _start_weights(self, epoch: str, address: str) -> ActorHandle:
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        node = next((node for node in self.nodes() if node.address == address), None)
+        if node is None:
+            raise TransportError(f"the cluster has no node {address} (any more)")
+        self._weights += 1
+        options: dict[str, Any] = {
+            "name": f"{self._name}:weights-{address}.{self._weights}",
+            "num_cpus": 0,
+            "max_restarts": 0,
+            "scheduling_strategy": NodeAffinitySchedulingStrategy(node.id, soft=False),
+        }
+        return ray.remote(NodeWeights).options(**options).remote(epoch, address)
 
     def end_host(self, host: ActorHandle) -> None:
         """End an actor that has nothing to do any more, soon."""

@@ -44,6 +44,45 @@ class OwnedFolder:
         self.remove()
 
 
+def node_memory(epoch: str, host: str) -> Path:
+    """Shared memory of a run on one node of a cluster, which knows it by this address: a `NodeFolder`."""
+    return shared_memory_folder() / f"{_PREFIX}{epoch[:16]}-{host}"
+
+
+class NodeFolder:
+    """`node_memory`, which processes of the run own together: the last one to leave removes it."""
+
+    def __init__(self, epoch: str, host: str) -> None:
+        """Raises `SettingsError` where none can be made."""
+        self.path = node_memory(epoch, host)
+        try:
+            self._lock: int | None = _share(self.path)
+        except OSError as error:
+            raise SettingsError(f"no folder for weights can be made at {self.path}: {error.strerror}") from error
+
+    def leave(self) -> None:
+        """Remove it unless others have it still. Leaving twice does nothing."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+            if _is_abandoned(self.path):
+                shutil.rmtree(self.path, ignore_errors=True)
+
+
+def _share(folder: Path) -> int:
+    """A lock on the folder beside those of others, which is there as long as anybody has one."""
+    while True:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        try:
+            lock = os.open(folder / _LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fcntl.flock(lock, fcntl.LOCK_SH)
+            if os.path.samestat(os.fstat(lock), (folder / _LOCK_NAME).stat()):
+                return lock
+        except FileNotFoundError:  # the last of the others removes it just now
+            continue
+        os.close(lock)
+
+
 def own_socket_folder(epoch: str) -> OwnedFolder:
     """For the sockets of processes that meet on this machine: see `transport.channels.ipc_address`."""
     return OwnedFolder(create_socket_folder(), epoch)

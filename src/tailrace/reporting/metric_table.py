@@ -160,7 +160,12 @@ _ROWS = (
     ("payloads/recorded_bytes", "bytes", _SUM, "Routed experts that completions brought since the last step."),
     ("payloads/released_bytes", "bytes", _SUM, "Those whose rollouts have ended since: their room is used again."),
     ("payloads/held_bytes", "bytes", _LAST, "Those of rollouts that have not ended, or whose batch is kept."),
-    ("weights/sent_bytes", "bytes", _SUM, "Weights sent to generators of other hosts since the last step."),
+    (
+        "weights/sent_bytes",
+        "bytes",
+        _SUM,
+        "Weights sent to other hosts, or other nodes, since the last step.",
+    ),
     ("weights/sent_share", "1", _LAST, "Those over what they come to without deltas."),
     ("weights/changed_share", "1", _LAST, "Share of the weights' bytes that had changed, of those sent as deltas."),
     ("weights/whole_sends", "loads", _SUM, "Times that all weights were sent, and no delta."),

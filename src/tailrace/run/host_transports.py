@@ -17,10 +17,17 @@ import zmq.asyncio
 from typing_extensions import override
 
 from tailrace.config import RunSettings
-from tailrace.generation.rpc.client import GeneratorClient, ReportListener
+from tailrace.generation.rpc.client import BringWeights, GeneratorClient, ReportListener
 from tailrace.generation.rpc.server import GeneratorServer, OpenModelStateDict
 from tailrace.lifecycle.launchers import Launcher
-from tailrace.lifecycle.resources import own_payload_folder, own_shared_memory, remove_leftovers
+from tailrace.lifecycle.node_weights import WeightsOfNodes
+from tailrace.lifecycle.resources import (
+    NodeFolder,
+    node_memory,
+    own_payload_folder,
+    own_shared_memory,
+    remove_leftovers,
+)
 from tailrace.lifecycle.roles import Role, RoleSpec
 from tailrace.rollouts.agent_workers.hosting import HostClient, WorkerHost
 from tailrace.rollouts.agent_workers.places import LocalPlace
@@ -51,9 +58,10 @@ from tailrace.transport.redis.sample_sender import RedisSampleSender
 from tailrace.transport.redis.streams import Origin
 from tailrace.transport.samples.stream import SampleSender
 from tailrace.transport.settings import BatchTransport
-from tailrace.transport.weights.lending import ModelStateDictLender
+from tailrace.transport.weights.lending import LendingFigures, ModelStateDictLender
 from tailrace.transport.weights.stores import (
     ModelStateDictStore,
+    NodeModelStateDictStore,
     SharedMemoryModelStateDictStore,
     remove_published,
 )
@@ -120,13 +128,19 @@ def restarts_trainer(settings: RunSettings) -> bool:
 class HostTransports(Transports):
     """Of roles of one host."""
 
-    def __init__(self, where: TransportAddresses, settings: RunSettings) -> None:
-        self.where, self._settings = where, settings
+    def __init__(
+        self, where: TransportAddresses, settings: RunSettings, address: str = "", weights: WeightsOfNodes | None = None
+    ) -> None:
+        """`address` is where the run's own process may listen, and `weights` what it brings weights to nodes with."""
+        self.where, self._settings, self._own_host = where, settings, _host_of(address)
+        self._weights = weights if settings.transport.weights == "object_store" else None
         self.redis = redis_place(where, settings) if where.redis else None
         self.samples = redis_place(where, settings, where.samples) if where.samples else None
         self._open_channel: OpenChannel = partial(Channel, keys=where.keys)
         self._shared_memory, self._files = Path(where.shared_memory), Path(where.batch_files)
-        self.lender = ModelStateDictLender(self._shared_memory, deltas=settings.transport.weights != "whole")
+        self.lender = ModelStateDictLender(
+            self._weights_folder(self._own_host), deltas=settings.transport.weights != "whole"
+        )
         """Lends published weights to be sent to generators that do not see the folder."""
 
     @override
@@ -136,19 +150,18 @@ class HostTransports(Transports):
             require_listener(asked)
         log = self._log_client(rank)
         batches = self._batch_receiver(rank)
-        store = self._published(rank, address)
         payloads = self._payload_store()
         try:
-            yield TrainerEnds(log, batches, store, payloads)
+            with self._published(rank, address) as store:
+                yield TrainerEnds(log, batches, store, payloads)
         finally:
             await batches.close()
             payloads.close()
-            store.close()
             await log.close()
 
     @override
     async def serve_generator(self, role: Role, make_generator: MakeGenerator) -> None:
-        with self.generator_ends(role.instance) as ends:
+        with self.generator_ends(role.instance, role.address) as ends:
             generator = make_generator(ends.payloads)
             try:
                 server = GeneratorServer(
@@ -165,35 +178,61 @@ class HostTransports(Transports):
                 await generator.close()
 
     @contextmanager
-    def generator_ends(self, instance: str) -> Iterator[GeneratorEnds]:
-        """Of a generator that puts payloads under this name."""
+    def generator_ends(self, instance: str, address: str = "") -> Iterator[GeneratorEnds]:
+        """Of a generator that puts payloads under this name. `address` is where its role may listen."""
         forwarded = MemoryPayloadStore() if self._settings.transport.payloads == "value" else None
-        with closing(self._opened()) as store, closing(forwarded or self._payload_store(instance)) as payloads:
+        with closing(self._opened(address)) as store, closing(forwarded or self._payload_store(instance)) as payloads:
             yield GeneratorEnds(store.open, payloads, forwarded)
 
     @property
     def _transfers_weights(self) -> bool:
         return self._settings.transport.weights == "nccl"
 
-    def _published(self, rank: int, address: str) -> ModelStateDictStore:
+    @contextmanager
+    def _published(self, rank: int, address: str) -> Iterator[ModelStateDictStore]:
         """Where the trainer publishes."""
-        if self._transfers_weights and rank == 0:
-            place, deadline_s = self._transfer_place(address), self._settings.trainer.collective_timeout_s
-            return TransferringModelStateDictStore(place, deadline_s)
-        return SharedMemoryModelStateDictStore(self._shared_memory)
+        with ExitStack() as stack:
+            store: ModelStateDictStore = SharedMemoryModelStateDictStore(self._shared_memory)
+            if self._transfers_weights and rank == 0:
+                place, deadline_s = self._transfer_place(address), self._settings.trainer.collective_timeout_s
+                store = TransferringModelStateDictStore(place, deadline_s)
+            elif self._brings_weights and rank == 0:
+                folder = NodeFolder(self.where.epoch, _host_of(address))
+                stack.callback(folder.leave)
+                store = NodeModelStateDictStore(folder.path, _host_of(address))
+            stack.callback(store.close)
+            yield store
 
-    def _opened(self) -> SharedMemoryModelStateDictStore | TransferReceiver:
+    def _opened(self, address: str) -> SharedMemoryModelStateDictStore | TransferReceiver:
         """Where generators open what is published."""
         if self._transfers_weights:
             return TransferReceiver(self._transfer_place())
-        return SharedMemoryModelStateDictStore(self._shared_memory)
+        return SharedMemoryModelStateDictStore(self._weights_folder(_host_of(address)))
+
+    @property
+    def _brings_weights(self) -> bool:
+        return self._settings.transport.weights == "object_store"
+
+    def _weights_folder(self, host: str) -> Path:
+        """Where processes on this node find what is published."""
+        return node_memory(self.where.epoch, host) if self._brings_weights else self._shared_memory
+
+    def bringing(self, host: str = "") -> BringWeights | None:
+        """Brings weights to this node, by default to this process's; None where they need not be brought."""
+        weights = self._weights
+        return None if weights is None else lambda ref: weights.bring(ref, host or self._own_host)
+
+    @property
+    def lending(self) -> LendingFigures:
+        """Of weights that were sent to where the trainer's memory is not seen."""
+        own = self.lender.figures
+        return own if self._weights is None else own.plus(self._weights.figures)
 
     def _transfer_place(self, address: str = "") -> TransferPlace:
         """`address` is where the trainer's role may listen: its host is its node's where roles are on several."""
         if self.where.keys is None:
             return TransferPlace(self._shared_memory)
-        host = urlsplit(address).hostname or ""
-        return TransferPlace(self._shared_memory, host, self.where.keys.derived("weight transfers"))
+        return TransferPlace(self._shared_memory, _host_of(address), self.where.keys.derived("weight transfers"))
 
     @property
     def _batches(self) -> BatchTransport | None:
@@ -306,6 +345,7 @@ class HostTransports(Transports):
             keys=self.where.keys,
             progress_deadline_s=self._settings.generator.router.progress_deadline_s,
             on_report=on_report,
+            bring=self.bringing(_host_of(address)),
             payloads=payloads,
             by_value=self._settings.transport.payloads == "value",
         )
@@ -330,6 +370,11 @@ class HostTransports(Transports):
     def remove(self) -> None:
         for folder in {self.where.shared_memory, self.where.payloads}:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _host_of(address: str) -> str:
+    """Of an endpoint over TCP; else empty."""
+    return urlsplit(address).hostname or ""
 
 
 def redis_place(where: TransportAddresses, settings: RunSettings, url: str = "") -> RedisPlace:
@@ -378,7 +423,7 @@ async def host_transports(settings: RunSettings, paths: RunPaths, launcher: Laun
             place = redis_place(where, settings)
             await asyncio.to_thread(place.remove_keys)
             where = msgspec.structs.replace(where, events=place.address("events"), batches=place.address("batches"))
-        transports = HostTransports(where, settings)
+        transports = HostTransports(where, settings, launcher.address(ORCHESTRATOR), launcher.weights)
         stack.callback(transports.lender.close)
         launcher.redis = transports.redis
         yield transports

@@ -28,7 +28,7 @@ import zmq.asyncio
 from tailrace.config import RunSettings
 from tailrace.config.serving import ServeSettings
 from tailrace.errors import CorruptData, ModelError, SettingsError
-from tailrace.generation.rpc.client import LendWeights
+from tailrace.generation.rpc.client import BringWeights, LendWeights
 from tailrace.generation.rpc.messages import PROTOCOL
 from tailrace.guards import guarded
 from tailrace.lifecycle.resources import own_socket_folder
@@ -142,6 +142,8 @@ class JoinHandler:
     role: bytes
     """`RoleSettings` of the run, as JSON; empty where generators on this host do not see its memory either."""
     lend: LendWeights
+    bring: BringWeights | None = None
+    """To this host, from which they are lent."""
     payloads: PayloadAccounts | None = None
     _kept: dict[Place, asyncio.TimerHandle] = field(default_factory=dict)
     """Places that were offered, until they are taken or forgotten."""
@@ -202,6 +204,7 @@ class JoinHandler:
                 instance=f"{place.name}.{place.life}",
                 keys=None if announced.address.startswith("ipc:") else keys,
                 lend=None if is_here and self.role else self.lend,
+                bring=self.bring,
                 payloads=self.payloads,
                 on_leaving=lambda reason: self.generators.release(place.name, reason),
             )

@@ -11,7 +11,7 @@ from typing_extensions import override
 from tailrace.config import RunSettings
 from tailrace.errors import ClusterFull, ReplicaReleased, SettingsError
 from tailrace.generation.engines.protocol import NO_SUPPORTS
-from tailrace.generation.rpc.client import GeneratorClient, LeaveListener, LendWeights, ReportListener
+from tailrace.generation.rpc.client import BringWeights, GeneratorClient, LeaveListener, LendWeights, ReportListener
 from tailrace.generation.rpc.messages import WelcomeReply
 from tailrace.generation.settings import GeneratorSettings
 from tailrace.lifecycle.exit_codes import is_from_outside
@@ -137,6 +137,7 @@ class ConnectedGenerator(ReplicaSource):
         self._progress_deadline_s = settings.router.progress_deadline_s
         self._wait_s = settings.connect_wait_s
         self._lend, self._model, self._payloads = lend, model, payloads
+        self._bring: BringWeights | None = None
         self._needs_supports = needs_supports
         self._compares_weights = lend is None
 
@@ -166,6 +167,7 @@ class ConnectedGenerator(ReplicaSource):
             progress_deadline_s=self._progress_deadline_s,
             on_report=on_report,
             lend=self._lend,
+            bring=self._bring,
             payloads=self._payloads,
             by_value=by_value,
             on_leaving=on_leaving,
@@ -217,10 +219,13 @@ class JoinedGenerator(ConnectedGenerator):
         instance: str,
         keys: CurveKeys | None,
         lend: LendWeights | None,
+        bring: BringWeights | None,
         payloads: PayloadAccounts | None,
         on_leaving: LeaveListener,
     ) -> None:
         """`lend` sends it weights, where it does not see this host's memory; else `instance` names it as a writer.
+
+        `bring` brings them to this host before, where they are not there.
 
         `on_leaving` is called when it asks to be let go. Its model was compared before it was let in.
         """
@@ -234,7 +239,7 @@ class JoinedGenerator(ConnectedGenerator):
             needs_supports=settings.rollouts.restricts,
             payloads=payloads,
         )
-        self.slots = slots
+        self.slots, self._bring = slots, bring
         self._keys, self._instance, self._on_leaving = keys, instance, on_leaving
         self._by_value = lend is not None or settings.transport.payloads == "value"
 

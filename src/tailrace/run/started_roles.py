@@ -85,7 +85,7 @@ class StartedRoles:
     def lending(self) -> LendingFigures:
         """Of weights that were sent to generators which do not share this host's memory."""
         transports = self._transports
-        return transports.lender.figures if isinstance(transports, HostTransports) else LendingFigures()
+        return transports.lending if isinstance(transports, HostTransports) else LendingFigures()
 
     @property
     def redis(self) -> RedisPlace | None:
@@ -251,12 +251,14 @@ class _RoleStarter:
             yield
             return
         assert isinstance(self.transports, HostTransports)
+        bring = self.transports.bringing()
         handler = JoinHandler(
             self.settings,
             roles.generators,
             self.launcher.epoch,
-            role=self._role_settings,
+            role=self._role_settings if bring is None else b"",
             lend=self.transports.lender.lend,
+            bring=bring,
             payloads=roles.payloads,
         )
         async with listen_for_generators(handler, self.paths.join):

@@ -91,12 +91,13 @@ class TransportSettings(BaseModel):
         description="How routed experts reach the trainer: the generator leaves them in shared memory and a reference "
         "travels, or (value) they travel over its socket, for generators of other hosts (generator.connect)",
     )
-    weights: Literal["deltas", "whole", "nccl"] | None = Field(
+    weights: Literal["deltas", "whole", "nccl", "object_store"] | None = Field(
         default=None,
         description="How new weights go to generators of other hosts (generator.connect). deltas: what changed since"
         " those that a generator has, bit for bit, where that is much shorter. whole: all of them. Unset: deltas. And"
         " to this run's own generators: nccl sends them from the trainer's GPU to vLLM's, by vLLM's weight transfer;"
-        " unset: through shared memory, or, with placement = ray, as files in the run's folder",
+        " object_store brings them to each node once, through Ray's, as deltas where those are short; unset: through"
+        " shared memory, or, with placement = ray, as files in the run's folder",
     )
     payload_folder: str | None = Field(
         default=None,

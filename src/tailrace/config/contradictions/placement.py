@@ -89,6 +89,8 @@ def _weights(settings: RunSettings) -> Iterator[Contradiction]:
     chosen = settings.transport.weights
     if chosen == "nccl":
         yield from _weight_transfer(settings)
+    elif chosen == "object_store":
+        yield from _object_store(settings)
     elif chosen is not None and not key_of_other_hosts(settings):
         yield Contradiction(
             f"transport.weights = {chosen!r} is about weights that are sent to generators of other hosts, and there are"
@@ -117,6 +119,20 @@ def _weight_transfer(settings: RunSettings) -> Iterator[Contradiction]:
                 f"{reason}: leave it out",
                 *("transport.weights", key),
             )
+
+
+def _object_store(settings: RunSettings) -> Iterator[Contradiction]:
+    what = "transport.weights = 'object_store' goes through the object store of a Ray cluster"
+    if settings.placement != "ray" and ":" not in settings.placement:
+        yield Contradiction(
+            f"{what}, and placement is {settings.placement!r}: leave it out, or write placement = 'ray'",
+            *("transport.weights", "placement"),
+        )
+    elif settings.generator.connect:
+        yield Contradiction(
+            f"{what} to the run's own generators, and those of generator.connect are not: leave one of them out",
+            *("transport.weights", "generator.connect"),
+        )
 
 
 def _agent_workers(settings: RunSettings) -> Iterator[Contradiction]:

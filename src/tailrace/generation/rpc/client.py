@@ -15,7 +15,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from typing import TypeAlias, TypeVar
@@ -51,6 +51,9 @@ ReplyT = TypeVar("ReplyT", bound=AnyReply)
 
 LendWeights: TypeAlias = Callable[[ModelStateDictRef, str], AbstractContextManager[LentWeights]]
 """`ModelStateDictLender.lend`."""
+
+BringWeights: TypeAlias = Callable[[ModelStateDictRef], Awaitable[ModelStateDictRef]]
+"""Brings weights to where they are read; the reference that names them there."""
 
 ReportListener: TypeAlias = Callable[[EngineStatistics, int], None]
 """Gets the engine's statistics, and how many requests of this client had been received by then."""
@@ -95,6 +98,7 @@ class GeneratorClient:
         progress_deadline_s: float | None = None,
         on_report: ReportListener | None = None,
         lend: LendWeights | None = None,
+        bring: BringWeights | None = None,
         payloads: PayloadAccounts | None = None,
         by_value: bool = False,
         on_leaving: LeaveListener = lambda reason: None,
@@ -102,10 +106,12 @@ class GeneratorClient:
         """Connect to the server at `address`, which may come later. `name` is for messages.
 
         Without a `progress_deadline_s` a stuck server is waited for. With `lend` weights are sent over the socket.
+        With `bring` they come to the server's machine, or to this one to be lent, by another way before.
         `payloads` records every payload that completions name, or, `by_value`, keeps only those that come along.
         """
         self._payloads, self._by_value = payloads, by_value
-        self._name, self.address, self._on_report, self._lend = name, address, on_report, lend
+        self._name, self.address, self._on_report = name, address, on_report
+        self._lend, self._bring = lend, bring
         self._on_leaving = on_leaving
         self._held = ""
         """Digest of the weights that the server was sent last."""
@@ -190,6 +196,8 @@ class GeneratorClient:
 
     async def load_model_state_dict(self, ref: ModelStateDictRef) -> int:
         """Install a published model state dict; the version installed. See `Generator.load_model_state_dict`."""
+        if self._bring is not None:
+            ref = await self._bring(ref)
         if self._lend is not None:
             ref = await self._send_weights(ref, self._lend)
         call = messages.LoadCall(call_id=next(self._ids), ref=ref)

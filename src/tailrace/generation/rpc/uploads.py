@@ -60,7 +60,7 @@ class UploadedModelStateDicts(SharedMemoryModelStateDictStore):
         self._digests: dict[str, str] = {}
         """Of the files that are whole, by their names."""
 
-    def write(self, upload: Upload, offset: int, piece: bytes) -> str:
+    def write(self, upload: Upload, offset: int, piece: bytes | memoryview) -> str:
         """Write the next piece, or the first one of another upload; returns the model state dict's name. Blocks.
 
         Raises `CorruptData` for a piece out of order and a digest that differs at the end, and `TransportError` where

@@ -8,7 +8,7 @@ import os
 from abc import ABC, abstractmethod
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn, Self
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self
 
 from tailrace.child_processes import describe_exit
 from tailrace.config.restarts import RestartSettings
@@ -20,6 +20,9 @@ from tailrace.lifecycle.exit_codes import ExitCode
 from tailrace.lifecycle.roles import Role, RoleSpec
 from tailrace.transport.channels import wait_until
 from tailrace.transport.redis.channels import RedisPlace
+
+if TYPE_CHECKING:
+    from tailrace.lifecycle.node_weights import WeightsOfNodes
 
 _logger = logging.getLogger(__name__)
 
@@ -187,6 +190,8 @@ class Launcher(ABC):
         """Where roles on other machines are asked for, of a launcher that has such."""
         self.cluster: ClusterPlan | None = None
         """What roles need of a cluster's nodes, of a launcher that has such."""
+        self.weights: WeightsOfNodes | None = None
+        """Brings weights to a cluster's nodes, of a launcher that has such."""
         self.changed = asyncio.Event()
         """Set when a role leaves, or may leave."""
         self.inherited: tuple[int, ...] = ()

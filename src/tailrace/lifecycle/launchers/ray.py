@@ -14,6 +14,7 @@ import logging
 import signal
 from collections.abc import Coroutine, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -25,6 +26,7 @@ from tailrace.free_ports import free_port
 from tailrace.lifecycle.event_loop import first_done
 from tailrace.lifecycle.exit_codes import ExitCode
 from tailrace.lifecycle.launchers.base import Launcher, RoleHandle
+from tailrace.lifecycle.node_weights import WeightsOfNodes
 from tailrace.lifecycle.ray_cluster import RayCluster
 from tailrace.lifecycle.ray_host import HostOrder
 from tailrace.lifecycle.roles import NodeShare, Role
@@ -156,6 +158,7 @@ class RayLauncher(Launcher):
         plan = self.cluster
         assert plan is not None, "no plan of the cluster"
         self._reached = cluster = await RayCluster.reach(plan.settings, plan.run, self.epoch)
+        self.weights = WeightsOfNodes(partial(cluster.start_weights, self.epoch), cluster.end_host)
         await cluster.require_nodes(plan.folder)
         self.cluster = await cluster.fitted(plan)
         await cluster.reserve(self.cluster.groups)
@@ -196,6 +199,10 @@ class RayLauncher(Launcher):
             await asyncio.wait(self._tasks, timeout=_KILL_S)
         for task in self._tasks:
             task.cancel()
+        if self.weights is not None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_KILL_S):
+                    await self.weights.close()
 
     @override
     def kill(self) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -55,9 +55,11 @@ class LendingFigures:
 
     def since(self, earlier: LendingFigures) -> LendingFigures:
         """What came on top."""
-        return LendingFigures(
-            *(getattr(self, name) - getattr(earlier, name) for name in LendingFigures.__dataclass_fields__)
-        )
+        return LendingFigures(*(own - before for own, before in zip(astuple(self), astuple(earlier), strict=True)))
+
+    def plus(self, others: LendingFigures) -> LendingFigures:
+        """Of both."""
+        return LendingFigures(*(own + other for own, other in zip(astuple(self), astuple(others), strict=True)))
 
 
 @dataclass(slots=True)

@@ -16,6 +16,8 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Final, Protocol
 
+import msgspec
+import psutil
 from typing_extensions import override
 
 from tailrace.errors import CorruptData, TransportError
@@ -234,6 +236,20 @@ class SharedMemoryModelStateDictStore(ModelStateDictStore):
         return slot
 
 
+class NodeModelStateDictStore(SharedMemoryModelStateDictStore):
+    """The trainer's end on a node whose memory the other nodes do not see: references name that node."""
+
+    def __init__(self, folder: Path, host: str) -> None:
+        super().__init__(folder)
+        self._host = host
+
+    @override
+    def publish(self, tensors: Mapping[str, torch.Tensor], version: int) -> ModelStateDictRef:
+        """`uri` is `host/file`; readers are given a reference to a copy on their node."""
+        ref = super().publish(tensors, version)
+        return msgspec.structs.replace(ref, uri=f"{self._host}/{ref.uri}")
+
+
 def _weight_files(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.safetensors"))
 
@@ -258,6 +274,14 @@ def _read_folder(folder: Path) -> dict[str, TensorBuffers]:
             f"tensor {odd!r} in {folder} has the type {tensors[odd].dtype}; weights are of {', '.join(_DTYPE_NAMES)}"
         )
     return tensors
+
+
+def remove_abandoned(folder: Path, but: str) -> None:
+    """Remove the files of publishers on this host that have ended, except this one."""
+    for path in folder.glob(f"{PUBLISHED_FILE}*"):
+        pid = path.name.removeprefix(PUBLISHED_FILE).partition("-")[0]
+        if path.name != but and pid.isdecimal() and not psutil.pid_exists(int(pid)):
+            path.unlink(missing_ok=True)
 
 
 def remove_published(folder: Path, pid: int) -> None:
