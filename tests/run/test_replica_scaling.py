@@ -58,6 +58,14 @@ def test_nothing_is_decided_while_none_serves() -> None:
     assert changes(ReplicaScaling(SETTINGS), load(0, 0), 0, 200) == {}
 
 
+def test_the_time_in_which_none_serves_counts_for_no_idle_slots() -> None:
+    scaling = ReplicaScaling(SETTINGS)
+    assert changes(scaling, load(0, 0, coming=1), 0, 50) == {}
+    assert changes(scaling, load(SLOTS, 1), 50, 12) == {60: 1}
+    assert changes(scaling, load(SLOTS, 0), 62, 10) == {}, "all are lost"
+    assert changes(scaling, load(SLOTS, 1), 72, 12) == {82: 1}, "and were not full until one was back"
+
+
 @given(st.lists(st.tuples(st.integers(0, 200), st.integers(1, 6)), max_size=300))
 def test_it_never_grows_on_idle_slots_nor_shrinks_on_full_ones(looks: list[tuple[int, int]]) -> None:
     scaling, filled = ReplicaScaling(SETTINGS), list[float]()

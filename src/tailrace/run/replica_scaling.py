@@ -68,12 +68,15 @@ class ReplicaScaling:
 
     def change(self, now_s: float, load: Load) -> int:
         """How many more there are to be, or fewer where negative."""
+        if not load.serving:  # where no slots are, none are idle: while the first one loads its model, say
+            self._seen.clear()
+            return 0
         if not self._seen or load.slots != self._seen[-1][1].slots:
             self._since_s = now_s
         self._seen.append((now_s, load))
         while self._seen[0][0] < now_s - max(self.settings.grow_after_s, self.settings.shrink_after_s):
             self._seen.popleft()
-        change = 0 if load.coming or not load.serving else self._wanted(now_s, load)
+        change = 0 if load.coming else self._wanted(now_s, load)
         if change:
             self._since_s = now_s
         return change
