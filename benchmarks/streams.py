@@ -459,6 +459,7 @@ def plan(seed: int) -> PlannedBatch:
         lengths=np.asarray(lengths, np.int32)[rows.order],
         row_offsets=rows.row_offsets,
         rank_offsets=rows.rank_offsets,
+        num_support_ids=0,
     )
 
 

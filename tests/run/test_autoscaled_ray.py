@@ -12,15 +12,15 @@ from tests.run.runs import Command, command
 from tests.run.test_joined_runs import newest, require_nothing_lost
 from tests.run.test_ray import LIGHT, require_finished, role, told
 from tests.support.autoscaled_ray import AutoscaledNodes, Version, autoscaled_cluster
+from tests.support.light_ray import HOLDS
 
 pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.long]
 
 PATIENT = ("--ray.wait_s", "120")
 GROWING = (
-    *("--generator.replicas", "{min = 1, max = 2, grow_after_s = 20, shrink_after_s = 60}"),
+    *("--generator.replicas", "{min = 1, max = 2, grow_after_s = 1.5, shrink_after_s = 60}"),
     *("--rollouts.max_tokens", "400", "--max_steps", "100000"),
 )
-"""It asks again long after an idle node was taken away."""
 
 
 def wait_for_node_of(run: Command, nodes: AutoscaledNodes, joined: int) -> str:
@@ -34,13 +34,19 @@ def wait_for_node_of(run: Command, nodes: AutoscaledNodes, joined: int) -> str:
 
 @pytest.mark.parametrize("version", ["v1", "v2"])
 def test_an_autoscaler_adds_a_node_for_a_generator_and_takes_it_away_again(tmp_path: Path, version: Version) -> None:
+    (held := tmp_path / "holds" / "generator-1").parent.mkdir()
+    held.touch()
     with autoscaled_cluster(tmp_path, version, head_cpus=2) as nodes:
-        with command(tmp_path, *LIGHT, "--ray.address", nodes.address, *GROWING, *PATIENT) as run:
+        arguments = (*LIGHT, "--ray.address", nodes.address, *GROWING, *PATIENT)
+        with command(tmp_path, *arguments, variables={HOLDS: str(held.parent)}) as run:
             run.wait_until(lambda: bool(told(run, "ReplicaJoined")))
             assert not nodes.added()  # the head has room for what the run begins with
+            held.unlink()
             first = wait_for_node_of(run, nodes, joined=2)
+            held.touch()  # a node that is asked for again before it was idle for long enough is not taken away
             asyncio.run(release(str(run.folder), "generator-1", None))
             run.wait_until(lambda: not nodes.added())
+            held.unlink()
             assert wait_for_node_of(run, nodes, joined=3) != first
             run.process.terminate()
             status, printed = run.wait()

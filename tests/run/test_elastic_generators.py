@@ -232,6 +232,20 @@ def test_a_run_on_a_cluster_asks_for_more_while_slots_are_full_and_for_no_more_t
     require_nothing_lost(*play(script, least=1, most=8, steps=40, machines=4))
 
 
+def test_one_that_was_let_go_gives_its_machine_back_however_long_it_takes_and_though_slots_are_full() -> None:
+    async def script(fleet: ElasticFleet, simulation: Simulation) -> None:
+        await asyncio.sleep(300)
+        assert len(fleet.serving) == 3
+        fleet.end_s = 30.0
+        fleet.leave("generator-2")
+        await asyncio.sleep(31)
+        assert fleet.given_back == ["generator-2"]
+        await asyncio.sleep(60)
+        assert len(fleet.serving) == 3
+
+    require_nothing_lost(*play(script, least=1, most=3, steps=30, machines=3))
+
+
 def test_what_the_trainer_does_not_keep_up_with_is_let_go_with_nothing_lost() -> None:
     most = 0
 

@@ -12,8 +12,8 @@ SETTINGS = ReplicaSettings(min=1, max=16, grow_after_s=10, shrink_after_s=60)
 SLOTS = 32
 
 
-def load(rollouts: int, serving: int, coming: int = 0) -> Load:
-    return Load(rollouts=rollouts, slots=SLOTS * serving, serving=serving, coming=coming)
+def load(rollouts: int, serving: int, on_the_way: int = 0) -> Load:
+    return Load(rollouts=rollouts, slots=SLOTS * serving, serving=serving, on_the_way=on_the_way)
 
 
 def changes(scaling: ReplicaScaling, seen: Load, first_s: int, looks: int) -> dict[int, int]:
@@ -25,8 +25,15 @@ def changes(scaling: ReplicaScaling, seen: Load, first_s: int, looks: int) -> di
 def test_full_slots_ask_for_half_as_many_again_and_then_wait_for_them() -> None:
     scaling = ReplicaScaling(SETTINGS)
     assert changes(scaling, load(4 * SLOTS, 4), 0, 20) == {10: 2}
-    assert changes(scaling, load(4 * SLOTS, 4, coming=2), 20, 100) == {}
+    assert changes(scaling, load(4 * SLOTS, 4, on_the_way=2), 20, 100) == {}
     assert changes(scaling, load(6 * SLOTS, 6), 120, 12) == {130: 3}
+
+
+def test_nothing_is_decided_before_one_that_leaves_is_gone() -> None:
+    scaling = ReplicaScaling(SETTINGS)
+    assert changes(scaling, load(4 * SLOTS, 4), 0, 9) == {}
+    assert changes(scaling, load(4 * SLOTS, 4, on_the_way=1), 9, 30) == {}
+    assert changes(scaling, load(4 * SLOTS, 4), 39, 12) == {48: 2}
 
 
 def test_one_alone_asks_for_one() -> None:
@@ -56,6 +63,14 @@ def test_a_trainer_that_is_slow_has_none_added_by_the_burst_that_each_of_its_ste
 
 def test_nothing_is_decided_while_none_serves() -> None:
     assert changes(ReplicaScaling(SETTINGS), load(0, 0), 0, 200) == {}
+
+
+def test_the_time_in_which_none_serves_counts_for_no_idle_slots() -> None:
+    scaling = ReplicaScaling(SETTINGS)
+    assert changes(scaling, load(0, 0, on_the_way=1), 0, 50) == {}
+    assert changes(scaling, load(SLOTS, 1), 50, 12) == {60: 1}
+    assert changes(scaling, load(SLOTS, 0), 62, 10) == {}, "all are lost"
+    assert changes(scaling, load(SLOTS, 1), 72, 12) == {82: 1}, "and were not full until one was back"
 
 
 @given(st.lists(st.tuples(st.integers(0, 200), st.integers(1, 6)), max_size=300))

@@ -105,6 +105,7 @@ class ModelledSource(ReplicaSource):
     @override
     async def let_go(self) -> None:
         self._fleet.on_machines.discard(self.name)
+        self._fleet.given_back.append(self.name)
 
     @override
     async def open(self, on_report: ReportListener) -> Life:
@@ -123,6 +124,7 @@ class ModelledSource(ReplicaSource):
 
     @override
     async def end(self, client: ReplicaConnection | None, failure: Exception) -> EndedReplica:
+        await asyncio.sleep(self._fleet.end_s)
         self._fleet.ended(self.name)
         return EndedReplica(failure, by_itself=False)
 
@@ -147,6 +149,10 @@ class ElasticFleet(ModelledFleet):
         self.plan, self.lengths, self.machines = plan, lengths, machines
         self.on_machines = set[str]()
         """Names of those that have one."""
+        self.given_back: list[str] = []
+        """Names of those that had one, in order."""
+        self.end_s = 0.0
+        """How long it takes until nothing is left of one."""
         self.lives: dict[str, Life] = {}
         self.began_s: dict[str, float] = {}
         """When those that are there were ready for weights."""

@@ -126,6 +126,7 @@ def batch_of(done: list[tuple[list[int], Completion]], temperature: float, oldes
         lengths=lengths,
         row_offsets=np.array([0, len(samples)], np.int32),
         rank_offsets=np.array([0, 1], np.int32),
+        num_support_ids=sum(sample.branch.num_support_ids for sample in samples),
     ).assembled()
 
 

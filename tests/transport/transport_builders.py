@@ -55,6 +55,7 @@ def plan(
         lengths=np.asarray(lengths, np.int32)[rows.order],
         row_offsets=rows.row_offsets,
         rank_offsets=rows.rank_offsets,
+        num_support_ids=sum(sample.branch.num_support_ids for sample in samples),
         columns={name: kind for sample in samples for name, kind in kinds_of(sample).items()},
     )
 

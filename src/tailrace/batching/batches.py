@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
@@ -47,25 +47,28 @@ def form_batch(
     """
     samples = [sample for group in groups for sample in group.samples]
     with phase("plan_rows"):
-        lengths, versions, columns = yield from _measure(samples)
-        plan = yield from plan_rows(lengths, packing)
+        found = yield from _measure(samples)
+        plan = yield from plan_rows(found.lengths, packing)
     if len(samples) > SAMPLES_AT_ONCE:
         yield
     whitening = (yield from whiten(samples)) if whiten_advantages else None
     summary = msgspec.structs.replace(
-        _summary(groups, samples, lengths, versions, columns, step=step, trainer_version=trainer_version),
+        _summary(groups, samples, found, step=step, trainer_version=trainer_version),
         num_rows=plan.num_rows,
         row_tokens=packing.row_tokens,
         padding=plan.padding,
     )
+    if len(samples) > SAMPLES_AT_ONCE:
+        yield
     batch = PlannedBatch(
         summary=summary,
         samples=[samples[index] for index in plan.order.tolist()],
-        lengths=lengths[plan.order],
+        lengths=found.lengths[plan.order],
         row_offsets=plan.row_offsets,
         rank_offsets=plan.rank_offsets,
+        num_support_ids=found.num_support_ids,
         whitening=whitening,
-        columns=columns,
+        columns=found.columns,
     )
     return FormedBatch(batch, list(groups))
 
@@ -74,30 +77,41 @@ def reported_batch(groups: Sequence[SampledGroup], *, step: int, trainer_version
     """What an outside trainer took a step on, from weights of `trainer_version`. How it laid rows nobody knows: there
     are none here."""
     samples = [sample for group in groups for sample in group.samples]
-    lengths, versions, columns = drained(_measure(samples))
+    found = drained(_measure(samples))
     batch = PlannedBatch(
-        summary=_summary(groups, samples, lengths, versions, columns, step=step, trainer_version=trainer_version),
+        summary=_summary(groups, samples, found, step=step, trainer_version=trainer_version),
         samples=samples,
-        lengths=lengths,
+        lengths=found.lengths,
         row_offsets=np.zeros(1, np.int32),
         rank_offsets=np.zeros(1, np.int32),
-        columns=columns,
+        num_support_ids=found.num_support_ids,
+        columns=found.columns,
     )
     return FormedBatch(batch, list(groups))
+
+
+@dataclass(slots=True, eq=False)
+class _Measured:
+    """What all samples of a batch are together."""
+
+    lengths: Int32Array  # [num_samples]
+    versions: dict[int, int] = field(default_factory=dict)
+    """How many tokens that bear loss are of which."""
+    columns: dict[str, ColumnKind] = field(default_factory=dict)
+    """That any sample has."""
+    num_support_ids: int = 0
 
 
 def _summary(
     groups: Sequence[SampledGroup],
     samples: Sequence[TrainingSample],
-    lengths: Int32Array,
-    versions: Mapping[int, int],
-    columns: Mapping[str, ColumnKind],
+    found: _Measured,
     *,
     step: int,
     trainer_version: int,
 ) -> BatchSummary:
-    """Without rows. `versions` says how many tokens that bear loss are of which."""
-    loss_tokens = sum(versions.values())
+    """Without rows."""
+    versions, columns, loss_tokens = found.versions, found.columns, sum(found.versions.values())
     demonstrates = CROSS_ENTROPY_WEIGHTS in columns
     # weights that a trainer has given up may be newer than those that it went back to
     staleness_sum = sum(max(0, trainer_version - version) * count for version, count in versions.items())
@@ -106,7 +120,7 @@ def _summary(
         trainer_version=trainer_version,
         num_samples=len(samples),
         num_rollouts=sum(len(group.trained) for group in groups),
-        num_tokens=int(lengths.sum(dtype=np.int64)),
+        num_tokens=int(found.lengths.sum(dtype=np.int64)),
         loss_tokens=loss_tokens,
         masked_tokens=sum(group.masked_tokens for group in groups),
         num_rows=0,
@@ -124,21 +138,21 @@ def _summary(
     )
 
 
-def _measure(
-    samples: Sequence[TrainingSample],
-) -> Generator[None, None, tuple[Int32Array, dict[int, int], dict[str, ColumnKind]]]:
-    """Lengths [num_samples], how many tokens that bear loss are of which version, and the columns that any has."""
-    lengths, versions, columns = np.empty(len(samples), np.int32), dict[int, int](), dict[str, ColumnKind]()
+def _measure(samples: Sequence[TrainingSample]) -> Generator[None, None, _Measured]:
+    """Goes through the samples; yields now and then."""
+    found = _Measured(np.empty(len(samples), np.int32))
+    versions = found.versions
     for first in range(0, len(samples), SAMPLES_AT_ONCE):
         some = samples[first : first + SAMPLES_AT_ONCE]
-        lengths[first : first + len(some)] = [sample.num_tokens for sample in some]
+        found.lengths[first : first + len(some)] = [sample.num_tokens for sample in some]
+        found.num_support_ids += sum(sample.branch.num_support_ids for sample in some)
         for sample in some:
             for version, count in sample.loss_versions().items():
                 versions[version] = versions.get(version, 0) + count
             if sample.branch.columns:
-                _add_columns(columns, sample)
+                _add_columns(found.columns, sample)
         yield
-    return lengths, versions, columns
+    return found
 
 
 def _add_columns(columns: dict[str, ColumnKind], sample: TrainingSample) -> None:

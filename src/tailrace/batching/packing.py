@@ -108,6 +108,7 @@ def plan_rows(lengths: Sequence[int] | Int32Array, packing: Packing) -> Generato
     yield
     order, row_offsets = _joined(rows)
     dealt = yield from deal_rows(_sums(costs[order], row_offsets), packing.num_ranks)
+    yield
     order, row_offsets = _joined([rows[row] for row in dealt.tolist()])
     row_lengths = _sums(lengths[order].astype(np.int64), row_offsets)
     shapes = packing.shapes(row_lengths)
@@ -174,6 +175,8 @@ def _fill_rows(lengths: Int32Array, row_tokens: int) -> Generator[None, None, li
 
 def _split_rows(rows: list[list[int]], count: int, costs: Sequence[float]) -> None:
     """Make `count` rows more: the costliest row that holds two samples or more is halved, as long as there is one."""
+    if not count:
+        return
     by_cost = [(-sum(costs[sample] for sample in row), number) for number, row in enumerate(rows) if len(row) > 1]
     heapq.heapify(by_cost)
     for _ in range(count):

@@ -58,6 +58,8 @@ class PlannedBatch:
     lengths: Int32Array  # [num_samples], in tokens
     row_offsets: Int32Array  # [num_rows + 1], into the samples
     rank_offsets: Int32Array  # [num_ranks + 1], into the rows
+    num_support_ids: int
+    """Of the samples here: counted where they are gone through anyway, as tens of thousands hold an event loop."""
     first_rank: int = 0
     """The rank that `rank_offsets[0]` is of."""
     all_ranks: int = 0
@@ -88,12 +90,14 @@ class PlannedBatch:
         """The rows of one rank, with the summary of the whole batch: the planned denominator is over all ranks."""
         first_row, last_row = int(self.rank_offsets[rank]), int(self.rank_offsets[rank + 1])
         first, last = int(self.row_offsets[first_row]), int(self.row_offsets[last_row])
+        samples = self.samples[first:last]
         return PlannedBatch(
             summary=self.summary,
-            samples=self.samples[first:last],
+            samples=samples,
             lengths=self.lengths[first:last],
             row_offsets=self.row_offsets[first_row : last_row + 1] - np.int32(first),
             rank_offsets=np.array([0, last_row - first_row], np.int32),
+            num_support_ids=self.num_support_ids and sum(sample.branch.num_support_ids for sample in samples),
             first_rank=self.first_rank + rank,
             all_ranks=self.num_ranks,
             whitening=self.whitening,
@@ -101,12 +105,10 @@ class PlannedBatch:
         )
 
     def size(self, column: str) -> int:
-        """Elements of one of `TOKEN_COLUMNS` or `SUPPORT_COLUMNS`. O(samples)."""
+        """Elements of one of `TOKEN_COLUMNS` or `SUPPORT_COLUMNS`."""
         if column == "support_ids":
-            return sum(sample.branch.num_support_ids for sample in self.samples)
-        if column == "support_counts" and not any(sample.branch.num_support_ids for sample in self.samples):
-            return 0
-        return self.num_tokens
+            return self.num_support_ids
+        return 0 if column == "support_counts" and not self.num_support_ids else self.num_tokens
 
     def pieces(self, column: str) -> Iterator[NDArray[np.generic]]:
         """One of `TOKEN_COLUMNS` or `SUPPORT_COLUMNS`, sample after sample: views of the branches."""

@@ -220,7 +220,7 @@ class Generators:
         try:
             while True:
                 await asyncio.sleep(LOOK_S)
-                load = Load(rollouts(), self.slots, pool.serving, pool.present - pool.serving)
+                load = Load(rollouts(), self.slots, pool.serving, pool.on_the_way)
                 change = self._scaling.change(clock(), load)
                 if change > 0 and pool.grow(change):
                     _logger.info("asks for %d generators: %d serve, and their slots are full", pool.aim, pool.serving)

@@ -78,6 +78,11 @@ class ReplicaPool:
         return sum(standing is Standing.SERVING for standing in self._standing.values())
 
     @property
+    def on_the_way(self) -> int:
+        """That come, or leave."""
+        return sum(standing in (Standing.COMING, Standing.LEAVING) for standing in self._standing.values())
+
+    @property
     def has_spare(self) -> bool:
         """Whether the run has names for more of its own than it begins with."""
         return len(self._own) > self.least

@@ -35,8 +35,8 @@ class Load:
     slots: int
     """Of the generators that serve."""
     serving: int
-    coming: int = 0
-    """Generators that start, or wait for a machine."""
+    on_the_way: int = 0
+    """Generators that start, or wait for a machine, or leave: those have theirs until they are gone."""
 
     @property
     def filled(self) -> float:
@@ -59,7 +59,7 @@ class ReplicaScaling:
     _seen: deque[tuple[float, Load]] = field(default_factory=deque)
     """When, and what."""
     _since_s: float = 0.0
-    """When slots became what they are, or something was decided."""
+    """When slots became what they are, with nobody on the way, or something was decided."""
     _no_room_until_s: float = 0.0
 
     def no_room(self, now_s: float) -> None:
@@ -68,12 +68,15 @@ class ReplicaScaling:
 
     def change(self, now_s: float, load: Load) -> int:
         """How many more there are to be, or fewer where negative."""
-        if not self._seen or load.slots != self._seen[-1][1].slots:
+        if not load.serving:  # where no slots are, none are idle: while the first one loads its model, say
+            self._seen.clear()
+            return 0
+        if not self._seen or load.on_the_way or load.slots != self._seen[-1][1].slots:
             self._since_s = now_s
         self._seen.append((now_s, load))
         while self._seen[0][0] < now_s - max(self.settings.grow_after_s, self.settings.shrink_after_s):
             self._seen.popleft()
-        change = 0 if load.coming or not load.serving else self._wanted(now_s, load)
+        change = 0 if load.on_the_way else self._wanted(now_s, load)
         if change:
             self._since_s = now_s
         return change
