@@ -377,11 +377,14 @@ def test_a_replica_of_vllm_over_two_nodes_takes_over_weights_and_is_started_agai
 
 
 @pytest.mark.long
-def test_a_generator_joins_a_run_on_a_cluster_that_is_full_and_leaves_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("weights", [(), ("--transport.weights", "object_store")], ids=["files", "object store"])
+def test_a_generator_joins_a_run_on_a_cluster_that_is_full_and_leaves_it(
+    tmp_path: Path, weights: tuple[str, ...]
+) -> None:
     elastic = ("--generator.replicas", "{min = 1, max = 4}", "--generator.router.report_every_s", "0.1")
     with ray_cluster(1, 1) as nodes:
         real = ("--placement", "ray", "--ray.address", nodes.address, *QUIET, "--max_steps", "10000")
-        with command(tmp_path, *real, *elastic) as run, joining(tmp_path, "--join", "run") as guest:
+        with command(tmp_path, *real, *elastic, *weights) as run, joining(tmp_path, "--join", "run") as guest:
             run.wait_until(lambda: len(told(run, "ReplicaJoined")) == 2)
             (name,) = {*told(run, "ReplicaJoined")} - {"generator-0"}  # the guest may be the first to serve
             run.wait_until(lambda: newest(run, f"generator/{name}/policy_version") > 0)
