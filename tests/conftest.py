@@ -6,13 +6,14 @@ counts other threads than the one that planned them.
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import random
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import pytest
 from hypothesis import settings as _hypothesis
@@ -47,6 +48,17 @@ _ends_s = pytest.StashKey[float]()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--explore-s", type=float, help="shuffle the tests by the seed, begin none after so many seconds")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Imports of all modules make millions of objects that stay: nothing is looked for among them, then or later."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -26,7 +26,7 @@ from tests.support import run_environments
 
 SMALL: dict[str, Any] = {
     "placement": "inline",
-    "observability.live": "off",
+    "observability": {"live": "off", "report": False},
     "rollouts": {"group_size": 2, "max_tokens": 6, "max_turns": 1},
     "scheduling": {"batch_size": 4, "filter_zero_spread": False, "row_tokens": 512},
     "generator": {"slots": 8, "max_cache_tokens": 512},

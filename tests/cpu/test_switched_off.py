@@ -23,7 +23,16 @@ from tests.generation.engine_support import (
     request,
 )
 
-OVERRIDES = ["--max_steps", "2", "--placement", "local", "--rollouts.max_tokens", "16", "--scheduling.batch_size", "32"]
+OVERRIDES = [
+    "--max_steps",
+    "2",
+    "--placement",
+    "inline",
+    "--rollouts.max_tokens",
+    "16",
+    "--scheduling.batch_size",
+    "32",
+]
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from tailrace.records import RunStatus
 
 CHANGES = {
     "placement": "inline",
-    "observability.live": "off",
+    "observability": {"live": "off", "report": False},
     "max_steps": 2,
     "rollouts": {"group_size": 4, "max_tokens": 24, "max_turns": 3, "workers": 1},
     "scheduling": {"batch_size": 8, "row_tokens": 2048, "filter_zero_spread": False},

@@ -32,6 +32,7 @@ from tailrace.errors import InvalidReward, ProgramFailed, RolloutTimeout, Settin
 from tailrace.gateway import Gateway
 from tailrace.records import GroupId, Rollout, RolloutId
 from tailrace.rollouts import ChatRenderer, LoadedEnvironment, Rollouter, RolloutSettings
+from tests.support.descendants import still_run
 from tests.support.loaded import loaded
 from tests.support.program_environments import PROGRAM
 from tests.support.scripted_generate import ScriptedGenerate
@@ -325,8 +326,7 @@ def test_a_process_that_is_killed_leaves_no_program_behind(tmp_path: Path) -> No
             time.sleep(0.05)
         parent.send_signal(signal.SIGKILL)
         parent.wait()
-        _, surviving = psutil.wait_procs(found, timeout=PATIENCE_S)
-        assert surviving == []
+        assert still_run(found, PATIENCE_S) == []
         while list(tmp_path.glob("tailrace-programs-*")):
             assert time.monotonic() < deadline_s
             time.sleep(0.05)

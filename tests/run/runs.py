@@ -30,7 +30,14 @@ TINY = (
     *("--rollouts.group_size", "2", "--rollouts.max_tokens", "6", "--rollouts.max_turns", "1"),
     *("--scheduling.batch_size", "4", "--scheduling.filter_zero_spread", "false"),
     *("--scheduling.row_tokens", "512", "--generator.max_cache_tokens", "512", "--generator.slots", "8"),
+    *("--observability.report", "false"),
 )
+REPORT = ("--observability.report", "true")
+"""For tests that look at the report: to write it takes as long as the rest of a run in one process."""
+WITHOUT_MODEL = ("--placement", "tests.support.light_roles:LightLauncher", "--scheduling.max_staleness", "20")
+"""Roles that import no torch, and so start in a second. Their processes, signals, sockets and files are real."""
+ROLES = [pytest.param((), id="real", marks=pytest.mark.long), pytest.param(WITHOUT_MODEL, id="without a model")]
+"""For a test that is about no model: each time without one, and with one in `make test-all`."""
 RESUMED = ("--resume", "--allow-changed-settings")
 """Goes on with whatever is given now."""
 PATIENCE_S = 240.0

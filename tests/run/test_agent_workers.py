@@ -14,13 +14,13 @@ import pytest
 from tailrace.errors import SettingsError
 from tailrace.run.evaluating import evaluate_model
 from tailrace.run.training import train
-from tests.run.runs import command, records, rollouts, tiny_settings
+from tests.run.runs import PATIENCE_S, ROLES, WITHOUT_MODEL, command, records, rollouts, tiny_settings
 from tests.support import run_environments
 from tests.support.agent_environments import MISBEHAVING
 from tests.support.chrome_trace import read_trace, spans, tracks
+from tests.support.descendants import still_run
 from tests.support.faults import Fault
 
-LIGHT = "tests.support.light_roles:LightLauncher"
 COSTS = {
     "sleep": ("worker_lost", r"/train/\d+: agent worker 0 was ended, .* held for over 5 s .* by misbehave"),
     "exit": ("worker_lost", r"/train/\d+: agent worker 0 ended with status 3 .*os._exit"),
@@ -46,8 +46,9 @@ def agent_workers(pid: int) -> list[psutil.Process]:
     return found
 
 
-def test_a_run_with_agent_workers_finishes_though_one_is_killed(tmp_path: Path) -> None:
-    with command(tmp_path, "--max_steps", "24", "--rollouts.agent_workers", "2") as run:
+@pytest.mark.parametrize("roles", ROLES)
+def test_a_run_with_agent_workers_finishes_though_one_is_killed(tmp_path: Path, roles: tuple[str, ...]) -> None:
+    with command(tmp_path, *roles, "--max_steps", "24", "--rollouts.agent_workers", "2") as run:
         run.wait_for_steps(2)
         children = psutil.Process(run.pid).children(recursive=True)
         log = run.folder / "logs" / "orchestrator.log"
@@ -55,8 +56,7 @@ def test_a_run_with_agent_workers_finishes_though_one_is_killed(tmp_path: Path) 
             victim.kill()
             run.wait_until(lambda killed=killed: log.read_text().count("died of SIGKILL") > killed)
         status, printed = run.wait()
-        _, alive = psutil.wait_procs(children, timeout=60)
-        assert (status, run.leftovers(), alive) == (0, [], []), printed
+        assert (status, run.leftovers(), still_run(children, PATIENCE_S)) == (0, [], []), printed
     ended = rollouts(run.folder)
     trained = [record for record in ended if record["outcome"]["state"] == "trained"]
     ledger = json.loads((run.folder / "summary.json").read_text())["ledger"]
@@ -77,8 +77,8 @@ def test_agent_workers_start_while_the_trainer_loads_the_model(tmp_path: Path) -
     marks = tmp_path / "marks"
     marks.mkdir()
     fault = Fault(marks, "trainer", "paused", "trainer startup")
-    light = ("--environment.name", "tests.support.light_roles:playing", "--placement", LIGHT, "--max_steps", "2")
-    with command(tmp_path, *light, variables=fault.variables) as run:
+    light = ("--environment.name", "tests.support.light_roles:playing", "--max_steps", "2")
+    with command(tmp_path, *WITHOUT_MODEL, *light, variables=fault.variables) as run:
         run.wait_until(fault.mark("reached-0").exists)
         run.wait_until(lambda: bool(agent_workers(run.pid)))
         fault.place_mark("struck-0", "")
@@ -88,9 +88,9 @@ def test_agent_workers_start_while_the_trainer_loads_the_model(tmp_path: Path) -
 
 def test_what_users_code_does_by_default_costs_its_own_rollouts_and_is_named(tmp_path: Path) -> None:
     overrides = ("--environment.name", "tests.support.agent_environments:misbehaving", "--rollouts.max_turns", "2")
-    quick = ("--rollouts.agent_block_s", "5", "--scheduling.max_retries", "0", "--scheduling.max_staleness", "20")
+    quick = ("--rollouts.agent_block_s", "5", "--scheduling.max_retries", "0")
     endless = ("--max_epochs", "1", "--max_steps", "1000")
-    with command(tmp_path, *overrides, *quick, *endless, "--placement", LIGHT) as run:
+    with command(tmp_path, *WITHOUT_MODEL, *overrides, *quick, *endless) as run:
         status, printed = run.wait()
         assert (status, run.leftovers()) == (0, []), printed
     ended: dict[str, list[dict[str, Any]]] = defaultdict(list)

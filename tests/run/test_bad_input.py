@@ -28,7 +28,7 @@ model.name = "bundled:quickstart"
 rollouts = { group_size = 2, max_tokens = 6, max_turns = 1, timeout_s = 300 }
 scheduling = { batch_size = 4, row_tokens = 512, filter_zero_spread = false, max_retries = 0 }
 generator = { max_cache_tokens = 512, slots = 8 }
-observability = { live = "off" }
+observability = { live = "off", report = false }
 
 [[environments]]
 name = "tests.support.run_environments:troubled"

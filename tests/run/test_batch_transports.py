@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 
 from tailrace.errors import SettingsError
-from tests.run.runs import command, records, run_inline, tiny_settings
+from tests.run.runs import ROLES, command, records, run_inline, tiny_settings
 
 
-@pytest.mark.parametrize("batches", [pytest.param("files", marks=pytest.mark.long), "zmq"])
-def test_a_run_of_several_processes_trains_through(batches: str, tmp_path: Path) -> None:
-    with command(tmp_path, "--max_steps", "2", "--transport.batches", batches) as run:
+@pytest.mark.parametrize("batches", ["files", "zmq"])
+@pytest.mark.parametrize("roles", ROLES)
+def test_a_run_of_several_processes_trains_through(batches: str, roles: tuple[str, ...], tmp_path: Path) -> None:
+    with command(tmp_path, *roles, "--max_steps", "2", "--transport.batches", batches) as run:
         status, printed = run.wait()
         assert (status, run.leftovers()) == (0, []), printed
         assert [record["step"] for record in records(run.folder / "metrics.jsonl")] == [1, 2]

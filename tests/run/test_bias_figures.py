@@ -18,6 +18,9 @@ STALE = (
     *("--rollouts.max_turns", "4", "--rollouts.max_tokens", "8", "--scheduling.max_retries", "0"),
 )
 
+pytestmark = pytest.mark.xdist_group("bias figures")
+"""One run serves them all: in one of the test command's processes."""
+
 
 @pytest.fixture(scope="module")
 def parent(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -9,7 +9,7 @@ import pytest
 
 from tailrace.records import RunStatus
 from tailrace.reporting.summary import read_summary
-from tests.run.runs import IMPORTS, PATIENCE_S, command, records
+from tests.run.runs import IMPORTS, PATIENCE_S, ROLES, command, records
 
 LEAPING = """
 import itertools, time
@@ -24,12 +24,15 @@ time.time, time.time_ns = leaping(time.time, 1), leaping(time.time_ns, 1_000_000
 
 
 @pytest.mark.skipif(not Path("/proc").exists(), reason="looks at processes through /proc")
-def test_a_run_whose_wall_clock_leaps_by_days_in_every_process_is_as_any_other(tmp_path: Path) -> None:
+@pytest.mark.parametrize("roles", [*ROLES, pytest.param(("--placement", "inline"), id="in one process")])
+def test_a_run_whose_wall_clock_leaps_by_days_in_every_process_is_as_any_other(
+    tmp_path: Path, roles: tuple[str, ...]
+) -> None:
     clocks = tmp_path / "clocks"
     clocks.mkdir()
     (clocks / "sitecustomize.py").write_text(LEAPING)
     variables = {"PYTHONPATH": os.pathsep.join([str(clocks), IMPORTS["PYTHONPATH"]])}
-    with command(tmp_path, "--max_steps", "4", variables=variables) as run:
+    with command(tmp_path, *roles, "--max_steps", "4", variables=variables) as run:
         status, printed = run.wait()
         assert (status, run.leftovers()) == (0, []), printed
     summary = read_summary(run.folder)

@@ -12,7 +12,7 @@ from tailrace.cli import main
 from tailrace.records import RunStatus
 from tailrace.reporting.summary import read_summary
 from tailrace.run import roles
-from tests.run.runs import RESUMED, TINY, command, environment, records, run_inline, trained_tasks
+from tests.run.runs import REPORT, RESUMED, ROLES, TINY, command, environment, records, run_inline, trained_tasks
 from tests.support.run_environments import released
 
 ASKING = [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGUSR1, 75)]
@@ -71,7 +71,7 @@ async def test_an_engine_that_cannot_be_built_does_not_keep_the_trainer_waiting(
 async def test_a_run_whose_summary_or_report_cannot_be_written_does_not_end_with_status_0(
     tmp_path: Path, name: str
 ) -> None:
-    running = asyncio.create_task(run_inline(tmp_path, "--max_steps", "2"))
+    running = asyncio.create_task(run_inline(tmp_path, *REPORT, "--max_steps", "2"))
     while not (tmp_path / "run" / "events.jsonl").exists():  # noqa: ASYNC110
         await asyncio.sleep(0.01)
     (tmp_path / "run" / name).mkdir()  # where a file should go
@@ -111,8 +111,12 @@ async def test_a_notice_of_preemption_in_the_folder_stops_with_a_last_save_and_i
     assert not (tmp_path / "run" / "preempt").exists()
 
 
-def test_a_run_in_which_nothing_moves_fails_and_every_process_tells_where_it_stands(tmp_path: Path) -> None:
-    with command(tmp_path, *environment("waiting"), "--observability.watchdog_s", "8", "--max_steps", "1") as run:
+@pytest.mark.parametrize("roles", ROLES)
+def test_a_run_in_which_nothing_moves_fails_and_every_process_tells_where_it_stands(
+    tmp_path: Path, roles: tuple[str, ...]
+) -> None:
+    watched = ("--observability.watchdog_s", "4" if roles else "8", "--max_steps", "1")
+    with command(tmp_path, *roles, *environment("waiting"), *watched) as run:
         status, printed = run.wait()
         assert (status, run.leftovers()) == (1, []), printed
     summary = read_summary(run.folder)
@@ -147,7 +151,8 @@ async def test_agents_that_refuse_to_be_cancelled_hold_a_stop_up_until_its_deadl
 
 
 def test_agents_that_refuse_every_cancellation_do_not_keep_the_command_from_ending(tmp_path: Path) -> None:
-    with command(tmp_path, *environment("stubborn"), "--placement", "inline", "--max_steps", "1") as run:
+    hasty = ("--deadline_scale", "0.1", "--placement", "inline", "--max_steps", "1")
+    with command(tmp_path, *environment("stubborn"), *hasty) as run:
         status, printed = run.wait()
     assert status == 130, printed
     log = (run.folder / "logs" / "orchestrator.log").read_text()
@@ -156,9 +161,12 @@ def test_agents_that_refuse_every_cancellation_do_not_keep_the_command_from_endi
     assert "admitted" in printed  # the summary
 
 
-def test_users_threads_that_never_return_do_not_keep_the_command_from_ending(tmp_path: Path) -> None:
+@pytest.mark.parametrize("roles", ROLES)
+def test_users_threads_that_never_return_do_not_keep_the_command_from_ending(
+    tmp_path: Path, roles: tuple[str, ...]
+) -> None:
     on_the_loop = ("--rollouts.agent_workers", "0")
-    with command(tmp_path, *environment("leaving_a_thread"), *on_the_loop, "--max_steps", "3") as run:
+    with command(tmp_path, *roles, *environment("leaving_a_thread"), *on_the_loop, "--max_steps", "3") as run:
         status, printed = run.wait()
         assert (status, run.leftovers()) == (0, []), printed
     assert "as they do not return" in (run.folder / "logs" / "orchestrator.log").read_text()

@@ -15,6 +15,7 @@ from tailrace.run.evaluating import evaluate_model
 from tests.run.runs import records, tiny_settings
 from tests.run.test_serve import address_of, serving
 
+INLINE = ("--placement", "inline")
 GREEDY = ("--rollouts.evaluation.temperature", "0")
 
 
@@ -28,17 +29,17 @@ async def rewards(*overrides: str) -> list[float]:
     return found.result.rewards
 
 
-async def test_several_generators_measure_what_one_does_and_leave_nothing() -> None:
-    alone = await rewards()
+async def test_several_generators_measure_what_one_does_in_this_process_and_leave_nothing() -> None:
+    alone = await rewards(*INLINE)
     assert len(alone) == 6
     assert await rewards("--generator.replicas", "2") == alone
     assert not [*shared_memory_folder().glob(f"tailrace-run-{os.getpid()}-*")]
 
 
 async def test_greedy_decoding_is_measured_beside_what_the_settings_ask_for(tmp_path: Path) -> None:
-    [found] = await evaluate_model(tiny_settings(), save=tmp_path / "rollouts.jsonl", limit=6, greedy=True)
+    [found] = await evaluate_model(tiny_settings(*INLINE), save=tmp_path / "rollouts.jsonl", limit=6, greedy=True)
     assert found.greedy is not None
-    assert found.greedy.rewards == await rewards()
+    assert found.greedy.rewards == await rewards(*INLINE)
     assert found.result.rewards != found.greedy.rewards
     sampling = [record["sampling"]["temperature"] for record in records(tmp_path / "rollouts.jsonl")]
     assert sampling == [1.0] * 6 + [0.0] * 6
@@ -47,7 +48,7 @@ async def test_greedy_decoding_is_measured_beside_what_the_settings_ask_for(tmp_
 async def test_generators_that_run_already_measure_the_model_that_they_serve_whatever_it_is_called() -> None:
     folder = str(recipe_folder() / "models" / "quickstart")
     with serving("--address", "tcp://127.0.0.1:0", model=folder) as process:
-        assert await rewards("--generator.connect", address_of(process)) == await rewards()
+        assert await rewards("--generator.connect", address_of(process)) == await rewards(*INLINE)
 
 
 async def test_generators_that_fail_before_they_served_fail_the_evaluation_once() -> None:

@@ -12,9 +12,12 @@ from tailrace.errors import DataError
 from tailrace.records import RunStatus
 from tailrace.reporting.summary import RunSummary, summary_text
 from tailrace.run.orchestrator import RUN_ENDED
-from tests.run.runs import command, environment, records, run_inline
+from tests.run.runs import REPORT, command, environment, records, run_inline
 
 EVALUATION = ("--evaluation.every_steps", "2", "--evaluation.tasks", "5", "--evaluation.share", "0.25")
+
+pytestmark = pytest.mark.xdist_group("evaluating beside")
+"""One run serves them all: in one of the test command's processes."""
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +27,7 @@ def parent(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def summary(parent: Path) -> RunSummary:
-    return asyncio.run(run_inline(parent, *EVALUATION, "--max_steps", "8"))
+    return asyncio.run(run_inline(parent, *REPORT, *EVALUATION, "--max_steps", "8"))
 
 
 def test_metrics_have_a_line_for_every_evaluation(parent: Path, summary: RunSummary) -> None:

@@ -11,8 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.run.runs import IMPORTS, PATIENCE_S, RESUMED, Command, command, records, rollouts, run_inline
+from tests.run.runs import IMPORTS, PATIENCE_S, REPORT, RESUMED, ROLES, Command, command, records, rollouts, run_inline
 from tests.support.chrome_trace import crossings, read_trace, spans, tracks
+from tests.support.descendants import still_run
 
 pytestmark = pytest.mark.skipif(not Path("/proc").exists(), reason="looks at processes through /proc")
 
@@ -22,8 +23,7 @@ def family(run: Command) -> list[psutil.Process]:
 
 
 def all_gone(processes: list[psutil.Process]) -> bool:
-    _, alive = psutil.wait_procs(processes, timeout=PATIENCE_S)
-    return not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+    return still_run(processes, PATIENCE_S) == []
 
 
 def assert_the_trace_shows_every_process(path: Path) -> None:
@@ -39,7 +39,7 @@ def assert_the_trace_shows_every_process(path: Path) -> None:
 
 
 async def test_a_run_finishes_and_the_orchestrator_never_imports_torch(tmp_path: Path) -> None:
-    with command(tmp_path, "--max_steps", "3", "--rollouts.agent_workers", "0") as run:
+    with command(tmp_path, *REPORT, "--max_steps", "3", "--rollouts.agent_workers", "0") as run:
         run.wait_for_steps(1)
         children = family(run)
         status, printed = run.wait()
@@ -71,8 +71,9 @@ async def test_ctrl_c_stops_in_order_and_resume_goes_on(tmp_path: Path) -> None:
     assert (summary.exit_code, summary.steps) == (0, steps + 1)
 
 
-def test_ctrl_c_twice_ends_at_once_with_nothing_left(tmp_path: Path) -> None:
-    with command(tmp_path, "--max_steps", "10000") as run:
+@pytest.mark.parametrize("roles", ROLES)
+def test_ctrl_c_twice_ends_at_once_with_nothing_left(tmp_path: Path, roles: tuple[str, ...]) -> None:
+    with command(tmp_path, *roles, "--max_steps", "10000") as run:
         run.wait_for_steps(1)
         children = family(run)
         for child in children:
@@ -84,9 +85,10 @@ def test_ctrl_c_twice_ends_at_once_with_nothing_left(tmp_path: Path) -> None:
         assert (status, run.leftovers(), all_gone(children)) == (130, [], True), printed
 
 
+@pytest.mark.parametrize("roles", ROLES)
 @pytest.mark.parametrize("role", ["trainer", "generator"])
-def test_a_role_that_is_killed_fails_the_run_by_its_name(tmp_path: Path, role: str) -> None:
-    with command(tmp_path, "--max_steps", "10000", "--restarts.per_role", "0") as run:
+def test_a_role_that_is_killed_fails_the_run_by_its_name(tmp_path: Path, role: str, roles: tuple[str, ...]) -> None:
+    with command(tmp_path, *roles, "--max_steps", "10000", "--restarts.per_role", "0") as run:
         run.wait_for_steps(1)
         children = family(run)
         run.role(role).kill()

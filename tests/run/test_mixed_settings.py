@@ -23,7 +23,7 @@ model.name = "bundled:quickstart"
 rollouts = { group_size = 2, max_tokens = 5, max_turns = 2, timeout_s = 60 }
 scheduling = { batch_size = 12, row_tokens = 512, filter_zero_spread = false, max_retries = 0 }
 generator = { max_cache_tokens = 512, slots = 16 }
-observability = { live = "off" }
+observability = { live = "off", report = false }
 
 [[environments]]
 name = "tests.support.run_environments:talking"

@@ -10,14 +10,18 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.run.runs import PATIENCE_S, Command, command
+from tests.run.runs import PATIENCE_S, ROLES, Command, command
+from tests.support.descendants import still_run
 
 pytestmark = pytest.mark.skipif(not Path("/proc").exists(), reason="looks at processes through /proc")
 
 
 @pytest.mark.parametrize("moment", ["starting", "training"])
-def test_what_a_killed_orchestrator_shared_goes_with_the_last_of_its_children(tmp_path: Path, moment: str) -> None:
-    with command(tmp_path, "--max_steps", "10000", "--generator.replicas", "2") as run:
+@pytest.mark.parametrize("roles", ROLES)
+def test_what_a_killed_orchestrator_shared_goes_with_the_last_of_its_children(
+    tmp_path: Path, moment: str, roles: tuple[str, ...]
+) -> None:
+    with command(tmp_path, *roles, "--max_steps", "10000", "--generator.replicas", "2") as run:
         if moment == "training":
             run.wait_for_steps(1)
         else:
@@ -26,8 +30,7 @@ def test_what_a_killed_orchestrator_shared_goes_with_the_last_of_its_children(tm
         children = psutil.Process(run.pid).children(recursive=True)
         os.kill(run.pid, signal.SIGKILL)
         run.wait()
-        _, alive = psutil.wait_procs(children, timeout=PATIENCE_S)
-        assert not [child for child in alive if child.status() != psutil.STATUS_ZOMBIE]
+        assert still_run(children, PATIENCE_S) == []
         assert run.leftovers() == []
 
 

@@ -25,7 +25,7 @@ from tailrace.errors import SettingsError
 from tailrace.free_ports import free_port
 from tailrace.run.evaluating import evaluate_model
 from tailrace.run.training import train
-from tests.run.runs import ROOT, command, records, require_rise, rollouts, tiny_settings
+from tests.run.runs import ROLES, ROOT, command, records, require_rise, rollouts, tiny_settings
 
 OUTSIDE = ("--environment.name", "tests.support.program_environments:outside")
 STEPS, WINDOW = 10, 3
@@ -85,9 +85,10 @@ def play_own_tasks(gateway: dict[str, str]) -> None:
                 post(f"{claimed['rollout_url']}/reward", claimed["key"], {"reward": number % 3})
 
 
-def test_a_run_is_trained_on_tasks_that_a_client_brings(tmp_path: Path) -> None:
+@pytest.mark.parametrize("roles", ROLES)
+def test_a_run_is_trained_on_tasks_that_a_client_brings(tmp_path: Path, roles: tuple[str, ...]) -> None:
     bringing = ("--environment.name", "tests.support.program_environments:bringing", "--max_steps", "2")
-    with command(tmp_path, *bringing) as run:
+    with command(tmp_path, *roles, *bringing) as run:
         told = run.folder / "gateway.json"
         run.wait_until(told.exists)
         play_own_tasks(json.loads(told.read_text()))
@@ -100,8 +101,11 @@ def test_a_run_is_trained_on_tasks_that_a_client_brings(tmp_path: Path) -> None:
     assert all(word.startswith("mine ") for word in asked)
 
 
-def test_a_run_tells_its_owner_where_clients_find_it_and_says_that_it_waits_for_them(tmp_path: Path) -> None:
-    with command(tmp_path, *OUTSIDE, "--observability.no_progress_s", "1") as run:
+@pytest.mark.parametrize("roles", ROLES)
+def test_a_run_tells_its_owner_where_clients_find_it_and_says_that_it_waits_for_them(
+    tmp_path: Path, roles: tuple[str, ...]
+) -> None:
+    with command(tmp_path, *roles, *OUTSIDE, "--observability.no_progress_s", "1") as run:
         told, log = run.folder / "gateway.json", run.folder / "logs" / "orchestrator.log"
         run.wait_until(lambda: log.exists() and "waits for a client outside to claim one of" in log.read_text())
         assert stat.S_IMODE(told.stat().st_mode) == 0o600
@@ -121,9 +125,12 @@ def test_a_run_tells_its_owner_where_clients_find_it_and_says_that_it_waits_for_
     assert not any("http" in one["rollout_id"] for one in rollouts(run.folder))
 
 
-def test_a_run_with_an_address_of_its_own_answers_whoever_has_the_key_of_its_policy(tmp_path: Path) -> None:
+@pytest.mark.parametrize("roles", ROLES)
+def test_a_run_with_an_address_of_its_own_answers_whoever_has_the_key_of_its_policy(
+    tmp_path: Path, roles: tuple[str, ...]
+) -> None:
     port = free_port()
-    with command(tmp_path, "--gateway.port", str(port), "--max_steps", "100000") as run:
+    with command(tmp_path, *roles, "--gateway.port", str(port), "--max_steps", "100000") as run:
         told = run.folder / "gateway.json"
         run.wait_until(told.exists)
         place = running_policy(run.folder)

@@ -56,7 +56,7 @@ def settings(name: str = "run", **changes: object) -> RunSettings:
         "scheduling": {"batch_size": 4, "filter_zero_spread": False, "max_staleness": 10},
         "generator": {"max_cache_tokens": 512, "slots": 8},
         "trainer": {"feed": "stream"},
-        "observability": {"live": "off"},
+        "observability": {"live": "off", "report": False},
     }
     return RunSettings.model_validate({**table, **changes})
 
@@ -130,7 +130,7 @@ class Fed:
         self.trainer: Trainer
         # of steps after the second one every token is of weights that the trainer wrote
         scheduling = {"batch_size": 4, "filter_zero_spread": False, "max_staleness": 1}
-        self.summary = asyncio.run(run_with(parent, self._train, scheduling=scheduling))
+        self.summary = asyncio.run(run_with(parent, self._train, scheduling=scheduling, observability={"live": "off"}))
 
     async def _train(self, samples: MemorySampleStream) -> None:
         self.trainer = trainer = Trainer(samples, self.folder / "weights")
@@ -325,7 +325,8 @@ def test_a_run_whose_trainer_is_gone_says_so_and_goes_on_when_it_is_back(tmp_pat
         await trainer.step(1, again)
         await trainer.end()
 
-    summary = asyncio.run(run_with(tmp_path, program, observability={"live": "off", "no_progress_s": 0.5}))
+    quick = {"live": "off", "report": False, "no_progress_s": 0.5}
+    summary = asyncio.run(run_with(tmp_path, program, observability=quick))
     assert (summary.status, summary.steps) == (RunStatus.FINISHED, 1)
     assert summary.ledger.by_state[TerminalState.TRAINED] == 8
 

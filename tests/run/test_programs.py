@@ -14,7 +14,8 @@ import pytest
 
 from tailrace.environments.programs.marked import marks
 from tailrace.run.evaluating import evaluate_model
-from tests.run.runs import PATIENCE_S, command, require_rise, rollouts, run_inline, tiny_settings
+from tests.run.runs import PATIENCE_S, ROLES, command, require_rise, rollouts, run_inline, tiny_settings
+from tests.support.descendants import still_run
 
 pytestmark = pytest.mark.skipif(not Path("/proc").exists(), reason="finds processes through /proc")
 
@@ -54,9 +55,12 @@ def until(happened: Callable[[], bool]) -> None:
 
 
 @pytest.mark.parametrize("agent_workers", ["0", "1"])
-def test_programs_are_trained_on_and_evaluated(tmp_path: Path, temporary: Path, agent_workers: str) -> None:
+@pytest.mark.parametrize("roles", ROLES)
+def test_programs_are_trained_on_and_evaluated(
+    tmp_path: Path, temporary: Path, agent_workers: str, roles: tuple[str, ...]
+) -> None:
     more = ("--rollouts.agent_workers", agent_workers, "--evaluation.every_steps", "1", "--max_steps", "2")
-    with command(tmp_path, *ASKING, *more) as run:
+    with command(tmp_path, *roles, *ASKING, *more) as run:
         status, printed = run.wait()
     assert status == 0, printed
     records = [record for record in rollouts(run.folder) if record["outcome"]["state"] == "trained"]
@@ -86,18 +90,18 @@ async def test_an_evaluation_alone_starts_programs_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("agent_workers", ["0", "1"])
+@pytest.mark.parametrize("roles", ROLES)
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.long), signal.SIGKILL])
 def test_a_run_that_is_ended_leaves_no_program_behind(
-    tmp_path: Path, temporary: Path, agent_workers: str, number: signal.Signals
+    tmp_path: Path, temporary: Path, agent_workers: str, number: signal.Signals, roles: tuple[str, ...]
 ) -> None:
-    with command(tmp_path, *SLEEPING, "--rollouts.agent_workers", agent_workers) as run:
+    with command(tmp_path, *roles, *SLEEPING, "--rollouts.agent_workers", agent_workers) as run:
         run.wait_until(lambda: len(alive(temporary)) >= 4)
         started = alive(temporary)
         os.kill(run.pid, number)
         status, printed = run.wait()
         assert status == (143 if number == signal.SIGTERM else -number), printed
-        _, surviving = psutil.wait_procs(started, timeout=PATIENCE_S)
-        assert surviving == []
+        assert still_run(started, PATIENCE_S) == []
         until(lambda: not left(temporary))
 
 

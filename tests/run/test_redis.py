@@ -16,7 +16,7 @@ from tailrace.errors import SettingsError
 from tailrace.records import RunStatus
 from tailrace.reporting.summary import read_summary
 from tailrace.transport.redis.server import RedisServer
-from tests.run.runs import IMPORTS, PATIENCE_S, command, records, tiny_settings
+from tests.run.runs import IMPORTS, PATIENCE_S, ROLES, command, records, tiny_settings
 from tests.run.test_trainer_restarts import FRESH, kill_trainer, require_one_history
 from tests.support.redis_servers import TlsServer, ask, make_certificates, needs_openssl, needs_redis, redis_server
 from tests.transport.redis.test_tls import RIGHTS
@@ -26,39 +26,38 @@ LONG_RUN = (*FRESH, "--max_steps", "30", "--trainer.checkpoint_every_steps", "4"
 
 
 @needs_redis
-def test_a_run_with_a_redis_of_its_own_trains_and_leaves_nothing(tmp_path: Path) -> None:
-    with command(tmp_path, "--max_steps", "2", *OVER_REDIS, "--transport.redis.start", "true") as run:
+@pytest.mark.parametrize("ranks", ["1", "2"])
+@pytest.mark.parametrize("roles", ROLES)
+def test_a_run_with_a_redis_of_its_own_trains_and_leaves_nothing(
+    tmp_path: Path, ranks: str, roles: tuple[str, ...]
+) -> None:
+    chosen = ("--trainer.ranks", ranks, "--trainer.collective_timeout_s", "60", "--max_steps", "2")
+    with command(tmp_path, *roles, *chosen, *OVER_REDIS, "--transport.redis.start", "true") as run:
         status, printed = run.wait()
         assert (status, run.leftovers()) == (0, []), printed
     assert [record["step"] for record in records(run.folder / "metrics.jsonl")] == [1, 2]
     assert "requirepass" not in printed
 
 
-@needs_redis
-def test_two_ranks_train_what_redis_brings_them(tmp_path: Path) -> None:
-    ranks = ("--trainer.ranks", "2", "--trainer.collective_timeout_s", "60")
-    with command(tmp_path, "--max_steps", "2", *ranks, *OVER_REDIS, "--transport.redis.start", "true") as run:
-        status, printed = run.wait()
-        assert (status, run.leftovers()) == (0, []), printed
-    assert [record["step"] for record in records(run.folder / "metrics.jsonl")] == [1, 2]
-
-
 @needs_openssl
 @needs_redis
-def test_a_run_by_tls_with_an_authority_and_a_user_trains_and_another_authority_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("roles", ROLES)
+def test_a_run_by_tls_with_an_authority_and_a_user_trains_and_another_authority_is_refused(
+    tmp_path: Path, roles: tuple[str, ...]
+) -> None:
     server = TlsServer(tmp_path / "redis")
     server.start()
     try:
         ask(server, "ACL", "SETUSER", "trainer", "on", ">p@ss", *RIGHTS)
         url = f"rediss://trainer@{server.address(server.authority)}"
-        secret = {"TAILRACE_REDIS_PASSWORD": "p@ss"}
-        with command(tmp_path, "--max_steps", "2", *OVER_REDIS, "--transport.redis.url", url, variables=secret) as run:
+        secret, through = {"TAILRACE_REDIS_PASSWORD": "p@ss"}, (*roles, *OVER_REDIS, "--transport.redis.url")
+        with command(tmp_path, "--max_steps", "2", *through, url, variables=secret) as run:
             status, printed = run.wait()
             assert (status, run.leftovers()) == (0, []), printed
         assert [record["step"] for record in records(run.folder / "metrics.jsonl")] == [1, 2]
         assert "p@ss" not in printed + (run.folder / "config.toml").read_text()
         wrong = f"rediss://trainer@{server.address(make_certificates(tmp_path / 'other'))}"
-        with command(tmp_path, *OVER_REDIS, "--transport.redis.url", wrong, variables=secret, name="other") as refused:
+        with command(tmp_path, *through, wrong, variables=secret, name="other") as refused:
             status, printed = refused.wait()
         assert status == 2, printed
         assert "certificate verify failed" in printed
@@ -103,10 +102,11 @@ def test_a_run_waits_for_redis(tmp_path: Path, away_s: float, bodies: str) -> No
 
 
 @needs_redis
-def test_a_run_whose_redis_stays_away_fails_with_its_name(tmp_path: Path) -> None:
+@pytest.mark.parametrize("roles", ROLES)
+def test_a_run_whose_redis_stays_away_fails_with_its_name(tmp_path: Path, roles: tuple[str, ...]) -> None:
     with redis_server(tmp_path / "redis") as server:
         through = (*OVER_REDIS, "--transport.redis.url", server.url, "--transport.redis.outage_s", "1")
-        with command(tmp_path, *FRESH, "--max_steps", "10000", *through) as run:
+        with command(tmp_path, *FRESH, *roles, "--max_steps", "10000", *through) as run:
             run.wait_for_steps(2)
             server.kill()
             status, printed = run.wait()

@@ -10,7 +10,7 @@ import pytest
 
 from tailrace.reporting.summary import read_summary
 from tailrace.run.orchestrator import RUN_ENDED
-from tests.run.runs import Command, command, records
+from tests.run.runs import ROLES, Command, command, records
 
 pytestmark = pytest.mark.skipif(not Path("/proc").exists(), reason="looks at processes through /proc")
 
@@ -52,16 +52,18 @@ def stop_with_requests(run: Command) -> psutil.Process:
             victim.resume()
 
 
-def test_a_replica_killed_in_mid_batch_costs_no_rollout(tmp_path: Path) -> None:
-    with command(tmp_path, *TWO_REPLICAS, *QUICKLY_STUCK) as run:
+@pytest.mark.parametrize("roles", ROLES)
+def test_a_replica_killed_in_mid_batch_costs_no_rollout(tmp_path: Path, roles: tuple[str, ...]) -> None:
+    with command(tmp_path, *roles, *TWO_REPLICAS, *QUICKLY_STUCK) as run:
         victim = stop_with_requests(run)
         with contextlib.suppress(psutil.NoSuchProcess):  # as above
             victim.kill()
         require_nothing_lost(run, victim)
 
 
-def test_a_replica_that_gets_stuck_in_mid_batch_costs_no_rollout(tmp_path: Path) -> None:
-    with command(tmp_path, *TWO_REPLICAS, *QUICKLY_STUCK) as run:
+@pytest.mark.parametrize("roles", ROLES)
+def test_a_replica_that_gets_stuck_in_mid_batch_costs_no_rollout(tmp_path: Path, roles: tuple[str, ...]) -> None:
+    with command(tmp_path, *roles, *TWO_REPLICAS, *QUICKLY_STUCK) as run:
         require_nothing_lost(run, stop_with_requests(run))
 
 
@@ -79,8 +81,11 @@ def require_nothing_lost(run: Command, victim: psutil.Process) -> None:
     assert figure(run, "generator/generator-0/failovers") > 0
 
 
-def test_a_replica_that_was_killed_comes_back_with_the_weights_of_the_run(tmp_path: Path) -> None:
-    with command(tmp_path, *TWO_REPLICAS) as run:
+@pytest.mark.parametrize("roles", ROLES)
+def test_a_replica_that_was_killed_comes_back_with_the_weights_of_the_run(
+    tmp_path: Path, roles: tuple[str, ...]
+) -> None:
+    with command(tmp_path, *roles, *TWO_REPLICAS) as run:
         victim = lose_a_replica(run, "kill")
         wait_for_return(run, "generator-0")
         assert victim.pid != run.role("generator-0").pid
@@ -90,8 +95,9 @@ def test_a_replica_that_was_killed_comes_back_with_the_weights_of_the_run(tmp_pa
     assert read_summary(run.folder).ledger.balances
 
 
-def test_a_run_fails_with_its_last_generator(tmp_path: Path) -> None:
-    with command(tmp_path, *TWO_REPLICAS, "--generator.restart", "never") as run:
+@pytest.mark.parametrize("roles", ROLES)
+def test_a_run_fails_with_its_last_generator(tmp_path: Path, roles: tuple[str, ...]) -> None:
+    with command(tmp_path, *roles, *TWO_REPLICAS, "--generator.restart", "never") as run:
         lose_a_replica(run, "kill")
         run.wait_until(lambda: "given up" in (run.folder / "logs" / "orchestrator.log").read_text())
         run.wait_for_steps(len(records(run.folder / "metrics.jsonl")) + 2)

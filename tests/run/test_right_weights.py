@@ -16,7 +16,7 @@ from tailrace.models.identity import ModelIdentity, identify, is_other, other_ar
 from tailrace.models.loading import resolve_model
 from tailrace.run import roles
 from tailrace.run.engines import engine_factory
-from tests.run.runs import TINY, command, environment, records, run_inline
+from tests.run.runs import TINY, WITHOUT_MODEL, command, environment, records, run_inline
 from tests.run.served import address_of, require_refused, serving
 from tests.support.bundled_models import BUNDLED as OWN
 from tests.support.bundled_models import save_smaller, save_with_other_weights
@@ -40,7 +40,8 @@ def test_a_generator_with_other_weights_is_sent_the_runs_own_before_the_first_ro
         refused = " ".join(capsys.readouterr().err.split())
         assert f"serves {other}, not the weights of model.name = {OWN}: start it with `tailrace serve {OWN}`" in refused
         smaller = save_smaller(tmp_path / "smaller")
-        with command(tmp_path, "--model.name", smaller, "--max_steps", "2", *connect, name="refused") as run:
+        refusing = (*WITHOUT_MODEL, "--model.name", smaller, "--max_steps", "2")
+        with command(tmp_path, *refusing, *connect, name="refused") as run:
             require_refused(*run.wait(), served=other, own=smaller)
 
 

@@ -20,7 +20,7 @@ from tailrace.reporting.metrics import METRICS
 from tailrace.reporting.summary import RunSummary, read_summary
 from tailrace.reporting.tokens import read_rollout, token_files
 from tailrace.run.folder import RunPaths, count_starts
-from tests.run.runs import RESUMED, length_ratio, records, rollouts, run_inline, tiny_settings, warm_from
+from tests.run.runs import REPORT, RESUMED, length_ratio, records, rollouts, run_inline, tiny_settings, warm_from
 from tests.support.chrome_trace import crossings, read_trace, spans, tracks
 from tests.support.event_files import read_events
 
@@ -30,6 +30,9 @@ CHOSEN = (
     *("--trainer.export_tokens", "jsonl", "--observability.tokens_every_steps", "2"),
 )
 
+pytestmark = pytest.mark.xdist_group("run folder")
+"""One run serves them all: in one of the test command's processes."""
+
 
 @pytest.fixture(scope="module")
 def parent(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -38,7 +41,7 @@ def parent(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def summary(parent: Path) -> RunSummary:
-    return asyncio.run(run_inline(parent, *CHOSEN, "--trainer.checkpoint_every_steps", "2"))
+    return asyncio.run(run_inline(parent, *CHOSEN, *REPORT, "--trainer.checkpoint_every_steps", "2"))
 
 
 @pytest.fixture(scope="module")

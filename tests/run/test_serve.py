@@ -22,7 +22,7 @@ from tailrace.lifecycle.resources import shared_memory_folder
 from tailrace.reporting.summary import read_summary
 from tailrace.run.serving import serve
 from tailrace.transport.keys import CurveKeys, write_keys
-from tests.run.runs import PATIENCE_S, command, records
+from tests.run.runs import PATIENCE_S, ROLES, WITHOUT_MODEL, command, records
 from tests.run.served import SMALL, address_of, http_address_of, refusal, serving
 
 STEPS_WITH_NEWEST_WEIGHTS = ("--max_steps", "4", "--scheduling.max_staleness", "0")
@@ -112,7 +112,7 @@ def test_keys_let_in_who_has_them(tmp_path: Path) -> None:
         connect = ("--generator.connect", address_of(process))
         assert key.stat().st_mode & 0o077 == 0
         for name, wrong in (("none", ()), ("other", ("--generator.connect_key", str(other)))):
-            with command(tmp_path, "--max_steps", "1", *connect, *wrong, name=name) as run:
+            with command(tmp_path, *WITHOUT_MODEL, "--max_steps", "1", *connect, *wrong, name=name) as run:
                 status, printed = run.wait()
                 assert (status, "generator.connect_key: " in printed) == (2, True), printed
         with command(tmp_path, "--max_steps", "1", *connect, "--generator.connect_key", str(key), name="right") as run:
@@ -175,9 +175,11 @@ def test_an_address_in_use_or_open_to_others_is_refused_by_its_setting(tmp_path:
         assert (status, "--address = tcp://0.0.0.0:5757" in printed, "--key" in printed) == (2, True, True), printed
 
 
-def test_a_run_tells_that_nobody_answers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("roles", ROLES)
+def test_a_run_tells_that_nobody_answers(tmp_path: Path, roles: tuple[str, ...]) -> None:
     address = f"tcp://127.0.0.1:{free_port()}"
-    with command(tmp_path, "--max_steps", "1", "--generator.connect", address) as run:
+    nowhere = ("--generator.connect", address, "--generator.connect_wait_s", "1")
+    with command(tmp_path, *roles, "--max_steps", "1", *nowhere) as run:
         status, printed = run.wait()
     assert (status, f"generator.connect: no generator answers at {address}" in printed) == (2, True), printed
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 
@@ -17,61 +18,134 @@ from tailrace.records import RunStatus
 from tailrace.reporting.summary import RunSummary, read_summary
 from tailrace.run.devices import role_devices
 from tailrace.training.reports.token_export import read_tokens
-from tests.run.runs import IMPORTS, PATIENCE_S, RESUMED, TINY, command, environment, records, tiny_settings
+from tests.run.runs import (
+    IMPORTS,
+    PATIENCE_S,
+    RESUMED,
+    TINY,
+    command,
+    environment,
+    records,
+    run_inline,
+    tiny_settings,
+)
 from tests.run.served import TORCHRUN
 
 pytestmark = pytest.mark.xdist_group("trainer ranks")
 
 TWO = ("--trainer.ranks", "2", "--trainer.collective_timeout_s", "60")
+LEARNING = (
+    *(*environment("demonstrating"), "--trainer.loss.cross_entropy.coefficient", "1.0"),
+    *("--trainer.loss.reference_kl.coefficient", "0.1"),
+)
+Told: TypeAlias = tuple[RunSummary, list[dict[str, Any]]]
+"""What a run's summary and its metrics say."""
 
 
-def run(parent: Path, *overrides: str, name: str = "run") -> tuple[RunSummary, list[dict[str, Any]]]:
-    with command(parent, *overrides, name=name) as process:
+def run(parent: Path, *overrides: str) -> Told:
+    with command(parent, *overrides) as process:
         status, printed = process.wait()
         logs = "".join(path.read_text() for path in (process.folder / "logs").glob("trainer*.log"))
         assert (status, process.leftovers()) == (0, []), printed + logs
-    return read_summary(process.folder), records(process.folder / "metrics.jsonl")
+    return told(process.folder)
 
 
-def test_two_ranks_train_and_go_on_as_one_and_one_as_two(tmp_path: Path) -> None:
-    summary, _ = run(tmp_path, *TWO, "--max_steps", "2")
-    assert (summary.status, summary.steps) == (RunStatus.FINISHED, 2)
-    checkpoint = tmp_path / "runs" / "run" / "checkpoints" / "step_000002"
-    assert len([*(checkpoint / "optimizer").glob("*.distcp")]) == 2
-    summary, _ = run(tmp_path, "--trainer.ranks", "1", "--max_steps", "3", *RESUMED)
-    assert summary.steps == 3
-    summary, metrics = run(tmp_path, *TWO, "--max_steps", "4", *RESUMED)
-    assert (summary.steps, [line["step"] for line in metrics]) == (4, [1, 2, 3, 4])
-    assert summary.ledger.balances
+def told(folder: Path) -> Told:
+    summary = read_summary(folder)
+    assert summary is not None
+    return summary, records(folder / "metrics.jsonl")
 
 
-def test_ranks_that_share_every_row_train_and_export_each_token_once(tmp_path: Path) -> None:
-    together = ("--trainer.sequence_parallel", "2", "--trainer.export_tokens", "jsonl")
-    summary, metrics = run(tmp_path, *TWO, *together, "--max_steps", "2")
-    assert (summary.status, summary.steps) == (RunStatus.FINISHED, 2)
-    for line in metrics:
-        files = [*(tmp_path / "runs" / "run" / "tokens").glob(f"step_{line['step']:06d}_rank_*.jsonl")]
-        tokens = [one for path in files for one in read_tokens(path)]
-        places = {(one["rollout_id"], one["branch"], one["position"]) for one in tokens}
-        assert len(files) == 2
-        assert len(places) == len(tokens) == line["batch/loss_tokens"]
+@pytest.fixture(scope="module")
+def parent(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("ranks")
 
 
-def test_two_ranks_share_a_reference_and_learn_from_demonstrations(tmp_path: Path) -> None:
-    added = ("--trainer.loss.reference_kl.coefficient", "0.1", "--trainer.loss.cross_entropy.coefficient", "1.0")
-    summary, metrics = run(tmp_path, *environment("demonstrating"), *TWO, *added, "--max_steps", "2")
-    assert (summary.status, summary.steps) == (RunStatus.FINISHED, 2)
+@pytest.fixture(scope="module")
+def killed(parent: Path) -> Told:
+    """Two ranks that save after every step, one of which is killed in the middle."""
+    saving = ("--trainer.checkpoint_every_steps", "1", "--restarts.per_role", "0", "--max_steps", "100000")
+    with command(parent, *LEARNING, *TWO, *saving) as process:
+        process.wait_for_steps(3)
+        process.role("trainer-1").kill()
+        status, printed = process.wait()
+        assert (status, process.leftovers()) == (1, []), printed
+    return told(process.folder)
+
+
+@pytest.fixture(scope="module")
+def saved(parent: Path, killed: Told) -> Path:
+    """Their newest checkpoint."""
+    return max((parent / "runs" / "run" / "checkpoints").glob("step_*"))
+
+
+@pytest.fixture(scope="module")
+def step(saved: Path) -> int:
+    """Its step."""
+    return int(saved.name.removeprefix("step_"))
+
+
+@pytest.fixture(scope="module")
+def alone(parent: Path, step: int) -> RunSummary:
+    """One rank that goes on from there for a step."""
+    one = ("--trainer.ranks", "1", "--max_steps", str(step + 1), *RESUMED)
+    return asyncio.run(run_inline(parent / "runs", *LEARNING, *one))
+
+
+@pytest.fixture(scope="module")
+def together(parent: Path, step: int, alone: RunSummary) -> Told:
+    """Two ranks that share every row, and go on from there for two steps."""
+    sharing = ("--trainer.sequence_parallel", "2", "--trainer.export_tokens", "jsonl", "--placement", "local")
+    return run(parent, *LEARNING, *TWO, *sharing, "--max_steps", str(step + 3), *RESUMED)
+
+
+def test_a_rank_that_is_killed_while_others_wait_for_it_is_named(killed: Told) -> None:
+    summary, _ = killed
+    assert summary.status is RunStatus.FAILED
+    assert "the trainer-1 left early, killed by SIGKILL" in summary.reason
+
+
+def test_every_rank_saves_its_share(saved: Path) -> None:
+    assert len([*(saved / "optimizer").glob("*.distcp")]) == 2
+
+
+def test_two_ranks_share_a_reference_and_learn_from_demonstrations(killed: Told) -> None:
+    _, metrics = killed
     for line in metrics:
         assert line["batch/cross_entropy_tokens"] > 0
         assert line["training/demonstrating/cross_entropy"] == line["training/cross_entropy"] > 0
-    first, second = (line["training/reference_kl"] for line in metrics)
+    first, second, *_ = (line["training/reference_kl"] for line in metrics)
     assert first == pytest.approx(0, abs=1e-6)  # the initial model is its own reference
     assert second > 0
 
 
+def test_one_rank_goes_on_where_two_were(step: int, alone: RunSummary) -> None:
+    assert (alone.status, alone.steps) == (RunStatus.FINISHED, step + 1)
+
+
+def test_two_ranks_go_on_where_one_was(step: int, together: Told) -> None:
+    summary, metrics = together
+    assert (summary.status, summary.steps) == (RunStatus.FINISHED, step + 3)
+    assert [line["step"] for line in metrics] == [*range(1, step + 4)]
+    assert summary.ledger.balances
+
+
+def test_ranks_that_share_every_row_export_each_token_once(parent: Path, step: int, together: Told) -> None:
+    lines = together[1][step + 1 :]
+    assert len(lines) == 2
+    for line in lines:
+        files = [*(parent / "runs" / "run" / "tokens").glob(f"step_{line['step']:06d}_rank_*.jsonl")]
+        tokens = [one for path in files for one in read_tokens(path)]
+        places = {(one["rollout_id"], one["branch"], one["position"]) for one in tokens}
+        assert len(files) == 2
+        assert len(places) == len(tokens) == line["batch/loss_tokens"] + line["batch/cross_entropy_tokens"]
+
+
+@pytest.mark.long
 def test_a_rank_that_is_killed_is_started_again_with_all_others_and_names_itself_once_that_is_too_often(
     tmp_path: Path,
 ) -> None:
+    """Each time: `trainer1-step-killed` of the fault matrix, and the rank above that is killed and named."""
     with command(tmp_path, *TWO, "--max_steps", "100000", "--restarts.per_role", "1") as process:
         process.wait_for_steps(2)
         ranks = {name: process.role(name).pid for name in ("trainer", "trainer-1")}

@@ -16,7 +16,7 @@ import pytest
 from tailrace.records import ModelStateDictPublished, RunStatus, StepSkipped, StepTrained, TrainerStarted
 from tailrace.reporting.summary import read_summary
 from tailrace.run.trainer_lives import describe_lives
-from tests.run.runs import Command, command, records, tiny_settings, trained_tasks
+from tests.run.runs import ROLES, Command, command, records, tiny_settings, trained_tasks
 from tests.run.test_router_replay import save_mixtral
 from tests.support.event_files import read_events
 from tests.support.losses import MARK
@@ -170,9 +170,10 @@ def test_a_trainer_that_is_killed_while_it_starts_is_started_again(tmp_path: Pat
     require_one_history(run, 3)
 
 
-def test_a_trainer_whose_batches_are_not_kept_fails_the_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("roles", ROLES)
+def test_a_trainer_whose_batches_are_not_kept_fails_the_run(tmp_path: Path, roles: tuple[str, ...]) -> None:
     kept = ("--restarts.retained_mb", "0", "--trainer.checkpoint_every_steps", "0")
-    with command(tmp_path, *FRESH, *kept, "--max_steps", "10000") as run:
+    with command(tmp_path, *FRESH, *roles, *kept, "--max_steps", "10000") as run:
         run.wait_for_steps(4)
         kill_trainer(run)
         status, printed = run.wait()

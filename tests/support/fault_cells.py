@@ -27,6 +27,7 @@ from tailrace.errors import DataError, TailraceError
 from tailrace.records import RunStatus
 from tailrace.reporting.summary import RunSummary, read_summary
 from tests.run.runs import PATIENCE_S, Command, command, records
+from tests.support.descendants import still_run
 from tests.support.fault_resources import DAMAGES, Within
 from tests.support.faults import FAULT, NOTICED_S, Fault, Striker
 from tests.support.light_roles import load_checkpoint
@@ -372,7 +373,7 @@ def _processes(fault: Fault) -> list[psutil.Process]:
 
 def _wait_for_processes(fault: Fault, outcome: Outcome) -> None:
     left = _processes(fault)
-    psutil.wait_procs(left, timeout=2 * LIMIT_S)
+    still_run(left, 2 * LIMIT_S)
     for process in _end_processes(fault):
         outcome.leaks.append(f"still runs: {process}")
 
@@ -383,7 +384,7 @@ def _end_processes(fault: Fault) -> list[psutil.Process]:
     for process in left:
         with suppress(psutil.NoSuchProcess):
             process.send_signal(signal.SIGKILL)
-    psutil.wait_procs(left, timeout=PATIENCE_S)
+    still_run(left, PATIENCE_S)
     return left
 
 

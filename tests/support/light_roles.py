@@ -50,13 +50,15 @@ _VOCABULARY = 1024
 
 
 class LightLauncher(LocalLauncher):
-    """Starts these roles in place of the run's own."""
+    """Starts this trainer and these generators in place of the run's own; any other role is the run's."""
 
     @override
     def start(self, spec: RoleSpec, *, is_replaceable: bool = False) -> RoleHandle:
         stands_ready("orchestrator")
-        entry = f"{__name__}:{'trainer' if spec.name.startswith('trainer') else 'generator'}"
-        handle = super().start(replace(spec, entry=entry), is_replaceable=is_replaceable)
+        for light in (trainer, generator):
+            if spec.name.startswith(light.__name__):
+                spec = replace(spec, entry=f"{__name__}:{light.__name__}")
+        handle = super().start(spec, is_replaceable=is_replaceable)
         passing("orchestrator startup")  # with a child that has just been started
         return handle
 

@@ -35,6 +35,7 @@ class ReplicatedServer(RedisServer):
         self._replica = replica = RedisServer(self._folder)
         replica.start()
         self._link = Link(self._port)
+        ask(self, "CONFIG", "SET", "repl-diskless-sync-delay", "0")  # it waits 5 s for further replicas
         ask(replica, "CONFIG", "SET", "masterauth", self._password)
         ask(replica, "REPLICAOF", "127.0.0.1", str(self._link.port))
         while b"master_link_status:up" not in told(replica, "INFO", "replication"):

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import torch
 
 PATIENCE_S = 120.0
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["tailrace.training.trainer", "tests.training.tiny", "torch.distributed.fsdp"])
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["tailrace.training.trainer", "tests.training.tiny", "torch.distributed.fsdp", "peft"])
+"""Its processes begin with torch and transformers, which take seconds to import."""
 
 Work = Callable[..., Any]
 
@@ -33,9 +34,9 @@ def run_ranks(
     folder.mkdir(parents=True, exist_ok=True)
     pipes, processes = [], []
     for rank in range(size):
-        ours, its = _CONTEXT.Pipe(duplex=False)
+        ours, its = CONTEXT.Pipe(duplex=False)
         meeting = _Meeting(rank, size, ranks_per_row, str(folder / "store"), deadline_s)
-        processes.append(_CONTEXT.Process(target=_run, args=(its, meeting, work, arguments), daemon=True))
+        processes.append(CONTEXT.Process(target=_run, args=(its, meeting, work, arguments), daemon=True))
         processes[-1].start()
         its.close()
         pipes.append(ours)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from functools import partial
+import tempfile
+from collections.abc import Iterator
+from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,8 +35,8 @@ pytestmark = pytest.mark.xdist_group("trainer ranks")
 
 LENGTHS, ROWS = {1: (9, 14, 5, 12, 30, 3, 3), 2: (9, 14, 5, 12, 30, 3)}, {1: (2, 3, 2), 2: (2, 3, 1)}
 """By seed. The first batch's last row is two equal samples, the second's has but three tokens: fewer than ranks."""
-RANKS = [(2, 1), (4, 1), (2, 2), (4, 4), (4, 2)]
-"""How many, and how many of them share each row."""
+RANKS = {(2, 1): 1, (4, 1): 13, (2, 2): 18, (4, 4): 20, (4, 2): 25}
+"""How many ranks, and how many of them share each row; and the case with which those begin that are tried each time."""
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2}
 """Relative, of the norm of each weight's gradient."""
 CASES: list[dict[str, Any]] = [
@@ -169,26 +172,62 @@ def batch_of(case: dict[str, Any], seed: int) -> Batch:
     return weighing(batch, REFERENCE_KL_WEIGHTS, DISTILLATION_WEIGHTS) if "weighs" in case else batch
 
 
-def all_gradients(ranks: Ranks) -> list[tuple[dict[str, Tensor], dict[str, float], int]]:
-    return [gradients(ranks, case) for case in CASES]
+def kinds(case: dict[str, Any]) -> set[tuple[str, Any]]:
+    """Each option of a case with its value, and for every option whether the case has it."""
+    given = {(name, value) for name, value in case.items() if name not in ("lora", "demonstrations")}
+    return given | {(name, name in case) for one in CASES for name in one}
 
 
-@pytest.fixture(scope="module", params=RANKS, ids=lambda ranks: f"{ranks[0]} ranks, {ranks[1]} a row")
-def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    size, ranks_per_row = request.param
-    return run_ranks(all_gradients, size, tmp_path_factory.mktemp("ranks"), ranks_per_row=ranks_per_row)
+def tried_each_time(first: int) -> list[int]:
+    """From this case on, those with an option or a value that none before them had. All others are long."""
+    chosen, met = list[int](), set[tuple[str, Any]]()
+    for index in (*range(first, len(CASES)), *range(first)):
+        if kinds(CASES[index]) - met:
+            chosen.append(index)
+            met |= kinds(CASES[index])
+    return sorted(chosen)
 
 
-@pytest.mark.parametrize("index", range(len(CASES)), ids=["-".join(map(str, case.values())) for case in CASES])
-def test_gradients_and_metrics_are_those_of_one_process(found: list[Any], index: int) -> None:
+def shares() -> Iterator[Any]:
+    """Each case with each number of ranks, and the cases that the same processes compute."""
+    for ranks, first in RANKS.items():
+        quick = tried_each_time(first)
+        long = [index for index in range(len(CASES)) if index not in quick]
+        for indices, marks in ((quick, ()), (long, pytest.mark.long)):
+            for index in indices:
+                name = "-".join(map(str, CASES[index].values()))
+                yield pytest.param(
+                    *(*ranks, tuple(indices), index), id=f"{ranks[0]} ranks, {ranks[1]} a row-{name}", marks=marks
+                )
+
+
+def gradients_of(ranks: Ranks, indices: tuple[int, ...]) -> dict[int, tuple[dict[str, Tensor], dict[str, float], int]]:
+    return {index: gradients(ranks, CASES[index]) for index in indices}
+
+
+@cache
+def found(size: int, ranks_per_row: int, indices: tuple[int, ...]) -> list[Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        return run_ranks(gradients_of, size, Path(folder), indices, ranks_per_row=ranks_per_row)
+
+
+def test_each_case_is_tried_each_time_with_some_ranks() -> None:
+    assert {index for first in RANKS.values() for index in tried_each_time(first)} == {*range(len(CASES))}
+
+
+@pytest.mark.parametrize(("size", "ranks_per_row", "together", "index"), [*shares()])
+def test_gradients_and_metrics_are_those_of_one_process(
+    size: int, ranks_per_row: int, together: tuple[int, ...], index: int
+) -> None:
     case = CASES[index]
     expected, metrics, kept = gradients(ALONE, case)
     loss_tokens = batch_of(case, 2).summary.loss_tokens
-    for rank in found:
+    ranks = found(size, ranks_per_row, together)
+    for rank in ranks:
         gradient, rank_metrics, rank_kept = rank[index]
         assert rank_kept == kept
         assert (kept < loss_tokens) == (case.get("loss") in REJECTING)
-        assert rank_metrics == found[0][index][1]
+        assert rank_metrics == ranks[0][index][1]
         assert rank_metrics == pytest.approx(metrics, rel=max(1e-5, TOLERANCE[case["dtype"]]))
         assert gradient.keys() == expected.keys()
         for name in expected:

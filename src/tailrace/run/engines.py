@@ -13,6 +13,7 @@ from tailrace.generation.engines.protocol import Engine
 from tailrace.generation.engines.vllm.nodes import Nodes
 from tailrace.generation.engines.vllm.options import require_vllm
 from tailrace.generation.settings import GeneratorSettings, ModelSettings
+from tailrace.lifecycle.garbage import import_large
 from tailrace.lifecycle.roles import Role
 from tailrace.run.ranks import FollowerSettings, Rank, follow_rank, lead
 from tailrace.training.settings.lora import LoraSettings
@@ -64,6 +65,7 @@ def build_engine(model: ModelSettings, generator: GeneratorSettings, nodes: Node
         from tailrace.generation.engines.vllm.engine import vllm_engine_factory
 
         return vllm_engine_factory(model, generator, nodes)()
+    import_large("tailrace.generation.engines.torch.engine")
     from tailrace.generation.engines.torch.engine import torch_engine_factory
 
     return torch_engine_factory(model, generator)()

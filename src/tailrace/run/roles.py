@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
 import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractContextManager, asynccontextmanager, closing, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 from urllib.parse import urlsplit
@@ -21,6 +19,7 @@ from tailrace.errors import CheckpointError, LifecycleError
 from tailrace.generation.engine_thread.generator import Generator
 from tailrace.generation.engines.vllm.nodes import Nodes
 from tailrace.generation.settings import GeneratorSettings, ModelSettings
+from tailrace.lifecycle.garbage import import_large
 from tailrace.lifecycle.launchers import launcher_class
 from tailrace.lifecycle.roles import Role
 from tailrace.records import RunStatus, TrainerEnded
@@ -93,7 +92,7 @@ async def trainer(role: Role) -> None:
     role_settings = msgspec.json.decode(role.spec.settings, type=RoleSettings)
     rank = role_settings.run.trainer.rank_names.index(role.spec.name)
     if role.has_own_process:
-        importlib.import_module("tailrace.training.leading")  # takes seconds, before anybody watches the loop
+        import_large("tailrace.training.leading")  # takes seconds, before anybody watches the loop
     async with _observed(role, role_settings) as phases:
         await train_rank(
             role_settings, rank, address=role.address, phases=phases, on_ready=role.ready, working=role.working
@@ -168,18 +167,22 @@ def _make_trainer(
     export: TokenExport | None,
 ) -> Callable[[], Trainer]:
     settings = role_settings.run
-    return partial(
-        kind,
-        settings.trainer,
-        model_name=settings.model.name,
-        max_steps=settings.max_steps or _ENDLESS,
-        max_staleness=settings.max_staleness,
-        seed=settings.seed,
-        open_payload=ends.payloads.open if settings.generator.return_routed_experts else None,
-        export=export,
-        nonfinite_folder=role_settings.paths.nonfinite,
-        ranks=ranks,
-    )
+
+    def make() -> Trainer:
+        import_large("transformers.modeling_utils")  # by which the model is loaded
+        return kind(
+            settings.trainer,
+            model_name=settings.model.name,
+            max_steps=settings.max_steps or _ENDLESS,
+            max_staleness=settings.max_staleness,
+            seed=settings.seed,
+            open_payload=ends.payloads.open if settings.generator.return_routed_experts else None,
+            export=export,
+            nonfinite_folder=role_settings.paths.nonfinite,
+            ranks=ranks,
+        )
+
+    return make
 
 
 async def _lead(role_settings: RoleSettings, ends: TrainerEnds, phases: PhaseRecorder | None, working: Working) -> None:

@@ -203,7 +203,7 @@ async def test_a_server_is_started_per_rollout_or_shared_by_all() -> None:
 
 
 async def test_a_shared_server_that_was_lost_is_started_again(tmp_path: Path) -> None:
-    server = small("hangs-once", shared=True, call_timeout_s=5, cwd=str(tmp_path))
+    server = small("hangs-once", shared=True, call_timeout_s=2, cwd=str(tmp_path))
     with pytest.raises(EnvironmentFailed, match="did not answer"):
         await ask(server)
     assert told(await ask(server)) == "HUSH"

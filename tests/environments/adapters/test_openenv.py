@@ -117,7 +117,7 @@ async def test_a_full_server_is_waited_for() -> None:
 async def test_a_server_that_is_full_with_others_is_told() -> None:
     async with fakes.served(fakes.FakeServer(capacity=0)) as server:
         with pytest.raises(EnvironmentFailed, match="has no free session: 1 of 1 sessions"):
-            await rollout(at(server.url, start_timeout_s=4), "hush")
+            await rollout(at(server.url, start_timeout_s=2), "hush")
 
 
 async def test_http_is_the_fallback_of_a_server_without_a_websocket() -> None:

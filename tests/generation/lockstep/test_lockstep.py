@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import os
 import signal
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +32,10 @@ from tests.generation.engine_support import (
     request,
 )
 from tests.support.expert_models import expert_model, plain_routing
+from tests.training.rank_processes import CONTEXT
+
+pytestmark = pytest.mark.xdist_group("trainer ranks")
+"""One process of the test command has the server that forks ranks."""
 
 FAILING_STEP = 6
 
@@ -62,8 +66,8 @@ def other_rank(folder: str, fails: bool) -> None:
 
 
 @contextmanager
-def two_ranks(folder: Path, *, fails: bool = False) -> Iterator[tuple[multiprocessing.process.BaseProcess, RankGroup]]:
-    process = multiprocessing.get_context("spawn").Process(target=other_rank, args=(str(folder), fails))
+def two_ranks(folder: Path, *, fails: bool = False) -> Iterator[tuple[BaseProcess, RankGroup]]:
+    process = CONTEXT.Process(target=other_rank, args=(str(folder), fails))
     process.start()
     try:
         yield process, join(str(folder), 0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import signal
@@ -18,6 +17,7 @@ from tailrace.records import Rollout
 from tailrace.rollouts import ChatRenderer
 from tailrace.rollouts.agent_workers import WorkerWatch
 from tests.rollouts.agent_workers.played import PATIENCE_S, Run, processes
+from tests.support.descendants import still_run
 
 BLOCK_S = 2.0
 """Where something holds a worker's loop."""
@@ -243,7 +243,7 @@ from tailrace.rollouts import ChatRenderer
 from tests.rollouts.agent_workers.played import Run
 
 async def main():
-    run = Run(ChatRenderer(sys.argv[1]), workers=2, block_s=5.0)
+    run = Run(ChatRenderer(sys.argv[1]), workers=2, block_s=2.0)
     await run.rollouter.start()
     blocked = run.begin("spin")
     await run.asked["agents-0"].wait()
@@ -263,6 +263,4 @@ async def test_workers_end_when_the_orchestrator_is_killed_also_one_that_is_bloc
     assert len(workers) == 2
     orchestrator.kill()
     await orchestrator.wait()
-    for worker in workers:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            await asyncio.to_thread(worker.wait, PATIENCE_S)
+    assert await asyncio.to_thread(still_run, workers, PATIENCE_S) == []

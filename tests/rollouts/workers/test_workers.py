@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from tailrace.errors import EnvironmentFailed, InvalidReward, RolloutError, Roll
 from tailrace.records import Completion, GenerationRequest, GroupId, OnChunk, Rollout, RolloutId, Task, TaskId
 from tailrace.rollouts import ChatRenderer, LoadedEnvironment, Rollouter, RolloutSettings
 from tailrace.tracing.output_log import OutputLog
+from tests.support.descendants import still_run
 from tests.support.scripted_generate import ScriptedGenerate
 
 PATIENCE_S = 60.0
@@ -248,11 +250,8 @@ def test_a_worker_ends_when_its_parent_vanishes_even_in_an_endless_call() -> Non
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True, timeout=60, check=False
     )
-    worker = int(done.stdout)
-    try:
-        psutil.Process(worker).wait(timeout=PATIENCE_S)
-    except psutil.NoSuchProcess:
-        return
+    with contextlib.suppress(psutil.NoSuchProcess):  # it is gone
+        assert still_run([psutil.Process(int(done.stdout))], PATIENCE_S) == []
 
 
 @pytest.mark.parametrize(("name", "behave"), [("judged", "hang"), ("counting", "hang in reset")])

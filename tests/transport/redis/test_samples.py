@@ -513,7 +513,7 @@ async def test_wrong_passwords_and_wrong_tls_are_named(server: RedisServer) -> N
         (server.url.replace("redis://", "rediss://"), "no Redis answers at .* by rediss://"),
     ):
         with pytest.raises(SettingsError, match=named):
-            await Receiver.join(url, "trainer", patience_s=5.0)
+            await Receiver.join(url, "trainer", patience_s=1.0)
 
 
 async def test_a_run_that_is_not_there_is_named(server: RedisServer) -> None:

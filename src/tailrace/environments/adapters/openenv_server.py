@@ -17,14 +17,15 @@ from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 from urllib.parse import urlsplit, urlunsplit
-
-import httpx
 
 from tailrace.environments.adapters.extras import import_extra
 from tailrace.errors import EnvironmentFailed, SettingsError
 from tailrace.records import Json
+
+if TYPE_CHECKING:
+    import httpx
 
 _MAX_MESSAGE_BYTES = 64 << 20
 _FULL_PAUSE_S = (0.05, 1.0)
@@ -122,6 +123,8 @@ class OpenEnvServer:
         return EnvironmentFailed(f"{self} {what}{self._running.described()}")
 
     def _http(self, base: str) -> httpx.AsyncClient:
+        import httpx
+
         return httpx.AsyncClient(
             base_url=base, headers=dict(self.headers), timeout=self.step_timeout_s, trust_env=not _is_here(base)
         )
@@ -325,6 +328,8 @@ class _HttpSession:
 
 async def _answer(server: OpenEnvServer, asking: Any) -> dict[str, Json]:
     """The JSON object of an answer over HTTP."""
+    import httpx
+
     try:
         answer = await asking
         if answer.status_code == httpx.codes.UNPROCESSABLE_ENTITY:
