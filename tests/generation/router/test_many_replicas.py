@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import FrameType
 
 import pytest
@@ -50,11 +50,19 @@ class Loading(ReplicaClient):
         self._failed.set_result(failure)
 
 
-async def calls_per_replica(replicas: int, versions: int) -> float:
+def in_any_order(number: int, replicas: int) -> float:
+    return 1 + (7 * number) % replicas / replicas
+
+
+def newest_first(number: int, replicas: int) -> float:
+    return 2 - number / replicas
+
+
+async def calls_per_replica(replicas: int, versions: int, load_s: Callable[[int, int], float]) -> float:
     """Of Python functions, for each version and replica, reports included."""
     names = [f"generator-{number}" for number in range(replicas)]
-    router = Router(names, RouterSettings(), max_staleness=4)
-    clients = [Loading(1 + (7 * number) % replicas / replicas) for number in range(replicas)]
+    router = Router(names, RouterSettings(loading_share=1), max_staleness=4)
+    clients = [Loading(load_s(number, replicas)) for number in range(replicas)]
     uses = [asyncio.create_task(router.use(*one, STATISTICS)) for one in zip(names, clients, strict=True)]
     await asyncio.sleep(1)
     calls = 0
@@ -77,7 +85,10 @@ async def calls_per_replica(replicas: int, versions: int) -> float:
     return calls / replicas / versions
 
 
+@pytest.mark.parametrize("load_s", [in_any_order, newest_first])
 @pytest.mark.skipif(sys.gettrace() is not None, reason="counts calls, which a debugger makes more of")
-def test_new_weights_and_reports_cost_as_much_for_each_of_many_as_of_few() -> None:
-    few, many = (run_in_virtual_time(calls_per_replica(replicas, 3)) for replicas in (FEW, MANY))
+def test_new_weights_and_reports_cost_as_much_for_each_of_many_as_of_few(
+    load_s: Callable[[int, int], float],
+) -> None:
+    few, many = (run_in_virtual_time(calls_per_replica(replicas, 3, load_s)) for replicas in (FEW, MANY))
     assert many < 1.5 * few

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import NoReturn, Protocol, TypeAlias
 
@@ -61,8 +62,10 @@ class WeightDistributor:
         self._policy, self._on_change = policy, on_change
         self._loads_at_once, self._loading = loads_at_once, 0
         self._replicas = dict[Replica, None]()
-        self._last: tuple[Replica | None, int] = None, -1
-        """One of those that held the lowest version when that was last looked for, and which it was."""
+        self._counted = dict[Replica, int]()
+        """Those that are admitted, and the version that each counts for."""
+        self._holders = Counter[int]()
+        """How many of them hold each version. Few are held at a time, by however many."""
         self._trainer_lives = 0
         self._life_of_newest = 0
         self._published_s: dict[int, float] = {}
@@ -78,22 +81,21 @@ class WeightDistributor:
 
         One that joined and is not admitted yet holds nobody up.
         """
-        last = self._find_last()
-        return -1 if last is None else last.version
+        return min(self._holders, default=-1)
 
     def is_installed(self, version: int) -> bool:
-        """Whether `lowest_version` is that, or newer. Asked often, it mostly looks at one replica alone."""
-        return not self._holds_up(version) and self.lowest_version >= version
+        """Whether `lowest_version` is that, or newer."""
+        return self.lowest_version >= version
 
-    def _holds_up(self, version: int) -> bool:
-        """Whether the one that was last known to hold the lowest version still does, and it is older than this."""
-        last, lowest = self._last
-        return last in self._replicas and last.version == lowest and lowest < version
-
-    def _find_last(self) -> Replica | None:
-        """Of several, who joined last, since it is likely to load last."""
-        admitted = (replica for replica in reversed(self._replicas) if replica.is_admitted)
-        return min(admitted, key=lambda replica: replica.version, default=None)
+    def _count(self, replica: Replica) -> None:
+        """It may hold another version, be admitted, or be gone."""
+        if (before := self._counted.pop(replica, None)) is not None:
+            self._holders[before] -= 1
+            if not self._holders[before]:
+                del self._holders[before]
+        if replica in self._replicas and replica.is_admitted:
+            self._counted[replica] = replica.version
+            self._holders[replica.version] += 1
 
     def publish(self, ref: ModelStateDictRef) -> None:
         """These are the weights to serve from now on, unless newer ones were published before."""
@@ -114,6 +116,7 @@ class WeightDistributor:
         holds none were tried `attempts` times: there is nothing that it could go on with.
         """
         self._replicas[replica] = None
+        self._count(replica)
         self._give_turns()  # more may load at once, of more
         tried, attempt, life = -1, 0, self._life_of_newest
         try:
@@ -220,11 +223,9 @@ class WeightDistributor:
     def _update(self, replica: Replica | None) -> None:
         """A version was published, or this replica installed one, or is gone: report what now serves."""
         self._on_change(replica)  # which may admit it
-        if replica is not None and (not self._published_s or self._holds_up(min(self._published_s))):
-            return
-        last = self._find_last()
-        lowest = -1 if last is None else last.version
-        self._last = last, lowest
+        for changed in self._replicas if replica is None else (replica,):
+            self._count(changed)
+        lowest = self.lowest_version
         serving = [version for version in self._published_s if version <= lowest]
         if serving:
             duration_s = self._clock() - self._published_s[max(serving)]
