@@ -63,6 +63,9 @@ async def train_async(
     runs: str | os.PathLike[str] = "runs",
 ) -> RunResult:
     """`train`, from an async function or a notebook: `result = await tailrace.train_async(...)`."""
+    for name, callback in (("on_step", on_step), ("on_evaluation", on_evaluation)):
+        if callback is not None and not callable(callback):
+            raise SettingsError(f"{name} is {callback!r:.80}; expected a function of one StepMetrics")
     given = _Given(settings, changes, Path(runs))
     with logging_as_it_was(), placed_at(given.places):
         summary = await training.train(
@@ -170,10 +173,16 @@ class _Given:
         """Environments that only this process has, by name."""
         if isinstance(settings, RunSettings):
             settings = settings.model_dump(exclude_unset=True)
-        table = self._named(settings) if isinstance(settings, Mapping) else os.fspath(settings)
-        self.settings, self.places = load_from_python(table, self._named(changes or {}), runs)
+        is_named = isinstance(settings, str | os.PathLike)
+        table = os.fspath(settings) if is_named else self._named(settings, "settings")
+        self.settings, self.places = load_from_python(table, self._named(changes or {}, "changes"), runs)
 
-    def _named(self, table: Mapping[str, Any]) -> dict[str, Any]:
+    def _named(self, table: Mapping[str, Any], what: str) -> dict[str, Any]:
+        if not isinstance(table, Mapping):
+            what_else = "a recipe's name, a .toml file or tables" if what == "settings" else "settings by their names"
+            raise SettingsError(f'{what} is {table!r:.80}; expected {what_else}, as in {{"max_steps": 20}}')
+        if unnamed := [key for key in table if not isinstance(key, str)]:
+            raise SettingsError(f"{what}: {unnamed[0]!r} names no setting: names are text")
         named: dict[str, Any] = _plain(table)
         for key, value in named.items():
             if key == "environments" and isinstance(value, list):
@@ -187,12 +196,20 @@ class _Given:
     def _entry(self, given: object) -> dict[str, Any]:
         """One environment's table."""
         entry = given if isinstance(given, dict) else {"name": given}
+        for name in ("data", "eval_data"):
+            if not isinstance(entry.get(name), str | None):
+                tasks = "train_tasks" if name == "data" else "eval_tasks"
+                raise SettingsError(
+                    f"environment.{name} is of type {type(entry[name]).__name__}, and names a file, a folder or a data "
+                    f"set of the hub; rows of this program go into the environment, "
+                    f"EnvironmentSpec(name=..., agent=..., {tasks}=rows)"
+                )
         return entry | ({"name": self._name(entry["name"])} if "name" in entry else {})
 
     def _name(self, given: object) -> str:
         """A name is one already; what can be imported is named by where it is; else this process keeps it."""
-        if isinstance(given, str):
-            return given
+        if given is None or isinstance(given, str):
+            return given  # type: ignore[return-value]  # the settings say what is wrong with None
         module, own = getattr(given, "__module__", ""), _own_name(given)
         if module != "__main__" and getattr(sys.modules.get(module), own, None) is given:
             return f"{module}:{own}"

@@ -114,7 +114,7 @@ def test_a_factory_gets_its_arguments(own: Callable[..., EnvironmentSettings]) -
     [
         ("factory", {"num_word": 4}, "environment.args.num_word: own_things:factory takes no such argument; did you "),
         ("factory", {"num_words": "many"}, "environment.args.num_words of own_things:factory is 'many'"),
-        ("factory", {}, "environment.args.num_words is missing"),
+        ("factory", {}, "environment.args.num_words is missing: own_things:factory needs it; it is called for an Env"),
         ("agent", {"bonsu": 1}, "did you mean 'bonus'"),
         ("agent", {"policy": 1}, "no such argument"),
         ("Echo", {"factr": 1}, "did you mean 'factor'"),

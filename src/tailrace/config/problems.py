@@ -12,7 +12,7 @@ from pydantic_core import ErrorDetails
 
 from tailrace.config.contradictions import Contradictions
 from tailrace.config.sections import all_keys, end_of, says_kind, without_tags
-from tailrace.config.sources import Key, Places, Table
+from tailrace.config.sources import COMMAND_LINE, Key, Places, Table
 from tailrace.errors import SettingsError
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
@@ -119,8 +119,10 @@ class _ProblemFormatter:
         """For a setting that is true and should be something else."""
         field, key = end_of(self.model, path).field, without_tags(self.model, path)
         default = None if field is None else field.default
-        example = default if isinstance(default, str | int | float) else "VALUE"
-        return f"{self.name(key)} is no switch, it needs a value, as in --{self.name(key)} {example}"
+        has_example, is_option = isinstance(default, str | int | float), self.given.where(key) == COMMAND_LINE
+        example = "VALUE" if not has_example else str(default) if is_option else repr(default)
+        shown = f"--{self.name(key)} {example}" if is_option else f"{self.name(key)} = {example}"
+        return f"{self.name(key)} is no switch, it needs a value, as in {shown}"
 
     def _what(self, problem: ErrorDetails, path: Key, key: Key) -> str:
         match problem["type"]:
