@@ -173,11 +173,11 @@ class _Given:
         """Environments that only this process has, by name."""
         if isinstance(settings, RunSettings):
             settings = settings.model_dump(exclude_unset=True)
-        is_named = isinstance(settings, str | os.PathLike)
-        table = os.fspath(settings) if is_named else self._named(settings, "settings")
+        by_name = os.fspath(settings) if isinstance(settings, str | os.PathLike) else None
+        table = self._named(settings, "settings") if by_name is None else by_name
         self.settings, self.places = load_from_python(table, self._named(changes or {}, "changes"), runs)
 
-    def _named(self, table: Mapping[str, Any], what: str) -> dict[str, Any]:
+    def _named(self, table: object, what: str) -> dict[str, Any]:
         if not isinstance(table, Mapping):
             what_else = "a recipe's name, a .toml file or tables" if what == "settings" else "settings by their names"
             raise SettingsError(f'{what} is {table!r:.80}; expected {what_else}, as in {{"max_steps": 20}}')
@@ -206,10 +206,10 @@ class _Given:
                 )
         return entry | ({"name": self._name(entry["name"])} if "name" in entry else {})
 
-    def _name(self, given: object) -> str:
+    def _name(self, given: object) -> str | None:
         """A name is one already; what can be imported is named by where it is; else this process keeps it."""
         if given is None or isinstance(given, str):
-            return given  # type: ignore[return-value]  # the settings say what is wrong with None
+            return given  # what reads the settings says what is wrong with None
         module, own = getattr(given, "__module__", ""), _own_name(given)
         if module != "__main__" and getattr(sys.modules.get(module), own, None) is given:
             return f"{module}:{own}"
