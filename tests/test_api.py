@@ -171,7 +171,10 @@ def test_what_is_wrong_is_told_with_its_place() -> None:
         ),
         ("quickstart", {"environment": {"name": "own:agent", "eval_data": rows}}, r"eval_data .*eval_tasks=rows\)"),
         ("quickstart", {"environment": None}, r"changes: environment\.name = None: input should be a valid string"),
+        ("quickstart", {"environment.data": rows}, r"of type list, .*train_tasks=rows\)"),
+        ("quickstart", {"model": rows * 1000}, r"changes: model = \[\{.{190,199}\.\.\.: it is a section"),
         ("quickstart", {3: 1}, "changes: 3 names no setting"),
+        ("quickstart", {"trainer": {3: 1}}, "changes: 3 names no setting"),
         ("quickstart", ["--max_steps", "3"], r"changes is \['--max_steps', '3'\]; expected settings by their names"),
         (7, None, r"settings is 7; expected a recipe's name, a \.toml file or tables"),
     ):

@@ -181,9 +181,7 @@ class _Given:
         if not isinstance(table, Mapping):
             what_else = "a recipe's name, a .toml file or tables" if what == "settings" else "settings by their names"
             raise SettingsError(f'{what} is {table!r:.80}; expected {what_else}, as in {{"max_steps": 20}}')
-        if unnamed := [key for key in table if not isinstance(key, str)]:
-            raise SettingsError(f"{what}: {unnamed[0]!r} names no setting: names are text")
-        named: dict[str, Any] = _plain(table)
+        named: dict[str, Any] = _plain(table, what)
         for key, value in named.items():
             if key == "environments" and isinstance(value, list):
                 named[key] = [self._entry(one) for one in value]
@@ -191,19 +189,15 @@ class _Given:
                 named[key] = self._entry(value)
             elif key == "environment.name":
                 named[key] = self._name(value)
+            elif key in ("environment.data", "environment.eval_data"):
+                _refuse_rows(key.partition(".")[2], value)
         return named
 
     def _entry(self, given: object) -> dict[str, Any]:
         """One environment's table."""
         entry = given if isinstance(given, dict) else {"name": given}
         for name in ("data", "eval_data"):
-            if not isinstance(entry.get(name), str | None):
-                tasks = "train_tasks" if name == "data" else "eval_tasks"
-                raise SettingsError(
-                    f"environment.{name} is of type {type(entry[name]).__name__}, and names a file, a folder or a data "
-                    f"set of the hub; rows of this program go into the environment, "
-                    f"EnvironmentSpec(name=..., agent=..., {tasks}=rows)"
-                )
+            _refuse_rows(name, entry.get(name))
         return entry | ({"name": self._name(entry["name"])} if "name" in entry else {})
 
     def _name(self, given: object) -> str | None:
@@ -220,12 +214,24 @@ class _Given:
         return name
 
 
-def _plain(value: Any) -> Any:
+def _refuse_rows(name: str, given: object) -> None:
+    """Where the name of a data set stands, a program may have put its rows."""
+    if not isinstance(given, str | None):
+        tasks = "train_tasks" if name == "data" else "eval_tasks"
+        raise SettingsError(
+            f"environment.{name} is of type {type(given).__name__}, and names a file, a folder or a data set of the "
+            f"hub; rows of this program go into the environment, EnvironmentSpec(name=..., agent=..., {tasks}=rows)"
+        )
+
+
+def _plain(value: Any, what: str) -> Any:
     """Tables and lists as TOML would give them, with text for paths."""
     if isinstance(value, Mapping):
-        return {key: _plain(one) for key, one in value.items()}
+        if unnamed := [key for key in value if not isinstance(key, str)]:
+            raise SettingsError(f"{what}: {unnamed[0]!r} names no setting: names are text")
+        return {key: _plain(one, what) for key, one in value.items()}
     if isinstance(value, list | tuple):
-        return [*map(_plain, value)]
+        return [_plain(one, what) for one in value]
     return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 

@@ -35,6 +35,8 @@ ELSEWHERE_CALLED = {
 """Names of other programs, and of haste, for settings that are called otherwise here."""
 
 
+_LONGEST_SHOWN = 200
+"""Characters of a value that is wrong."""
 _NUMBERS_BELOW = 2**63
 _NO_NUMBER = "it must be a finite number, smaller than 2^63"
 
@@ -132,17 +134,17 @@ class _ProblemFormatter:
                 return f"{self.name(key)} is missing; {_how_to_give(key, end_of(self.model, path).section)}"
             case "model_type" | "model_attributes_type":
                 how = _how_to_give(key, end_of(self.model, path).section)
-                return f"{self.name(key)} = {problem['input']!r}: it is a section, not a value; {how}"
+                return f"{self.name(key)} = {_shown(problem)}: it is a section, not a value; {how}"
             case _ if problem["input"] is True:
                 return self.no_value(path)
             case "tuple_type":
-                return f"{self.name(key)} = {problem['input']!r}: it is a list; {self._entries(path, key)}"
+                return f"{self.name(key)} = {_shown(problem)}: it is a list; {self._entries(path, key)}"
             case "string_pattern_mismatch" if key == ("name",):
                 allowed = "use letters, digits, `_`, `-` and `.`, and begin with one of the first three"
                 return f"{self.name(key)} = {problem['input']!r} cannot name a folder; {allowed}"
             case _:
                 message = problem["msg"][0].lower() + problem["msg"][1:]
-                return f"{self.name(key)} = {problem['input']!r}: {message}"
+                return f"{self.name(key)} = {_shown(problem)}: {message}"
 
     def _entries(self, path: Key, key: Key) -> str:
         """How a list is written."""
@@ -171,6 +173,12 @@ class _ProblemFormatter:
         hint = f"did you mean {close[0]!r}? " if close else ""
         known = f"known: {', '.join(kinds)}"
         return f"{self.given.where(key)}: {self.name(key)} = {given!r}: there is none of that name; {hint}{known}"
+
+
+def _shown(problem: ErrorDetails) -> str:
+    """What was given, as far as it helps: a program may have given a whole data set."""
+    text = repr(problem["input"])
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
 
 
 def dotted(key: Key) -> str:
