@@ -147,6 +147,9 @@ def test_a_wrong_name_or_argument_is_told_with_the_right_one(
     [
         ("alphabet-srot", "did you mean 'alphabet-sort'"),
         ("no_such_module:agent", "there is no module 'no_such_module' here"),
+        ("own_things.py:shout", "named with dots and without .py, as in own_things:ATTRIBUTE"),
+        ("./own_things.py:shout", "as in own_things:ATTRIBUTE"),
+        ("/a/games/own_things.py:shout", "as in own_things:ATTRIBUTE"),
         ("needs_more:agent", "importing needs_more needs 'surely_not_installed_package'"),
         ("breaks:agent", "importing breaks raised ZeroDivisionError: division by zero ("),
         ("breaks:agent", "breaks.py, line 3)"),
