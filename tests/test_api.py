@@ -50,11 +50,11 @@ def test_the_page_says_what_happens() -> None:
 
 def test_a_script_trains_an_agent_of_its_own_in_processes_of_their_own(tmp_path: Path) -> None:
     """It has no guard against being imported again, and its environment exists in it alone."""
-    (tmp_path / "rows.jsonl").write_text('{"question": "1 + 1", "answer": "2"}\n' * 8)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
     example = (ROOT / "README.md").read_text().split("import tailrace\n")[1].split("```")[0]
     changes = {**SMALL, "placement": "local", "max_steps": 1}
     (tmp_path / "script.py").write_text(
-        f"import tailrace\n{example}".replace('"data": "rows.jsonl"}', f'"data": "rows.jsonl"}}, **{changes}')
+        f"import tailrace\n{example}".replace('names.jsonl"}', f'names.jsonl"}}, **{changes}')
     )
     command = [sys.executable, "script.py"]
     done = subprocess.run(command, cwd=tmp_path, env=IMPORTS, capture_output=True, text=True, timeout=240, check=False)
@@ -162,6 +162,26 @@ def test_what_is_wrong_is_told_with_its_place() -> None:
         tailrace.train("quickstart", {"trainer": {"learning_rat": 1.0}})
     with pytest.raises(SettingsError, match=r"settings: max_step is no setting; did you mean max_steps"):
         tailrace.train({"max_step": 1, "model": {"name": "m"}, "environments": ["words"]})
+    rows: Any = [{"word": "a"}]
+    for settings, changes, message in (
+        (
+            "quickstart",
+            {"environment": {"name": run_environments.words, "data": rows}},
+            r"of type list, .*train_tasks=r",
+        ),
+        ("quickstart", {"environment": {"name": "own:agent", "eval_data": rows}}, r"eval_data .*eval_tasks=rows\)"),
+        ("quickstart", {"environment": None}, r"changes: environment\.name = None: input should be a valid string"),
+        ("quickstart", {"environment.data": rows}, r"of type list, .*train_tasks=rows\)"),
+        ("quickstart", {"model": rows * 1000}, r"changes: model = \[\{.{190,199}\.\.\.: it is a section"),
+        ("quickstart", {3: 1}, "changes: 3 names no setting"),
+        ("quickstart", {"trainer": {3: 1}}, "changes: 3 names no setting"),
+        ("quickstart", ["--max_steps", "3"], r"changes is \['--max_steps', '3'\]; expected settings by their names"),
+        (7, None, r"settings is 7; expected a recipe's name, a \.toml file or tables"),
+    ):
+        with pytest.raises(SettingsError, match=message):
+            tailrace.train(settings, changes)  # type: ignore[arg-type]
+    with pytest.raises(SettingsError, match="on_step is 3; expected a function of one StepMetrics"):
+        tailrace.train("quickstart", on_step=3)  # type: ignore[arg-type]
     with pytest.raises(SettingsError, match="limit is 0"):
         tailrace.evaluate("quickstart", limit=0)
 

@@ -63,6 +63,9 @@ async def train_async(
     runs: str | os.PathLike[str] = "runs",
 ) -> RunResult:
     """`train`, from an async function or a notebook: `result = await tailrace.train_async(...)`."""
+    for name, callback in (("on_step", on_step), ("on_evaluation", on_evaluation)):
+        if callback is not None and not callable(callback):
+            raise SettingsError(f"{name} is {callback!r:.80}; expected a function of one StepMetrics")
     given = _Given(settings, changes, Path(runs))
     with logging_as_it_was(), placed_at(given.places):
         summary = await training.train(
@@ -170,11 +173,15 @@ class _Given:
         """Environments that only this process has, by name."""
         if isinstance(settings, RunSettings):
             settings = settings.model_dump(exclude_unset=True)
-        table = self._named(settings) if isinstance(settings, Mapping) else os.fspath(settings)
-        self.settings, self.places = load_from_python(table, self._named(changes or {}), runs)
+        by_name = os.fspath(settings) if isinstance(settings, str | os.PathLike) else None
+        table = self._named(settings, "settings") if by_name is None else by_name
+        self.settings, self.places = load_from_python(table, self._named(changes or {}, "changes"), runs)
 
-    def _named(self, table: Mapping[str, Any]) -> dict[str, Any]:
-        named: dict[str, Any] = _plain(table)
+    def _named(self, table: object, what: str) -> dict[str, Any]:
+        if not isinstance(table, Mapping):
+            what_else = "a recipe's name, a .toml file or tables" if what == "settings" else "settings by their names"
+            raise SettingsError(f'{what} is {table!r:.80}; expected {what_else}, as in {{"max_steps": 20}}')
+        named: dict[str, Any] = _plain(table, what)
         for key, value in named.items():
             if key == "environments" and isinstance(value, list):
                 named[key] = [self._entry(one) for one in value]
@@ -182,17 +189,21 @@ class _Given:
                 named[key] = self._entry(value)
             elif key == "environment.name":
                 named[key] = self._name(value)
+            elif key in ("environment.data", "environment.eval_data"):
+                _refuse_rows(key.partition(".")[2], value)
         return named
 
     def _entry(self, given: object) -> dict[str, Any]:
         """One environment's table."""
         entry = given if isinstance(given, dict) else {"name": given}
+        for name in ("data", "eval_data"):
+            _refuse_rows(name, entry.get(name))
         return entry | ({"name": self._name(entry["name"])} if "name" in entry else {})
 
-    def _name(self, given: object) -> str:
+    def _name(self, given: object) -> str | None:
         """A name is one already; what can be imported is named by where it is; else this process keeps it."""
-        if isinstance(given, str):
-            return given
+        if given is None or isinstance(given, str):
+            return given  # what reads the settings says what is wrong with None
         module, own = getattr(given, "__module__", ""), _own_name(given)
         if module != "__main__" and getattr(sys.modules.get(module), own, None) is given:
             return f"{module}:{own}"
@@ -203,12 +214,24 @@ class _Given:
         return name
 
 
-def _plain(value: Any) -> Any:
+def _refuse_rows(name: str, given: object) -> None:
+    """Where the name of a data set stands, a program may have put its rows."""
+    if not isinstance(given, str | None):
+        tasks = "train_tasks" if name == "data" else "eval_tasks"
+        raise SettingsError(
+            f"environment.{name} is of type {type(given).__name__}, and names a file, a folder or a data set of the "
+            f"hub; rows of this program go into the environment, EnvironmentSpec(name=..., agent=..., {tasks}=rows)"
+        )
+
+
+def _plain(value: Any, what: str) -> Any:
     """Tables and lists as TOML would give them, with text for paths."""
     if isinstance(value, Mapping):
-        return {key: _plain(one) for key, one in value.items()}
+        if unnamed := [key for key in value if not isinstance(key, str)]:
+            raise SettingsError(f"{what}: {unnamed[0]!r} names no setting: names are text")
+        return {key: _plain(one, what) for key, one in value.items()}
     if isinstance(value, list | tuple):
-        return [*map(_plain, value)]
+        return [_plain(one, what) for one in value]
     return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 

@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from tailrace.errors import SettingsError, TailraceError
 
@@ -68,17 +68,33 @@ def describe_failure(error: BaseException) -> str:
     return f"{type(error).__name__}: {error} ({frame.filename}, line {frame.lineno})"
 
 
+def _as_a_file(module_name: str) -> str:
+    """What to write where a file was named in place of a module.
+
+    >>> _as_a_file("games/own.py")
+    '; a module is named with dots and without .py, as in games.own:ATTRIBUTE'
+    """
+    path = PurePath(module_name)
+    if path.suffix != ".py" and len(path.parts) < 2:
+        return ""
+    parts = (path.name,) if path.is_absolute() or ".." in path.parts else path.parts
+    module = ".".join(parts).removesuffix(".py")
+    return f"; a module is named with dots and without .py, as in {module}:ATTRIBUTE"
+
+
 def _import_module(module_name: str, what: str) -> object:
     """Import, also from the folder the command runs in, which a console script does not look into by itself."""
     if (here := os.getcwd()) not in sys.path and "" not in sys.path:
         sys.path.insert(0, here)
+    if "/" in module_name or module_name.startswith("."):
+        raise SettingsError(f"{what}: no module has such a name{_as_a_file(module_name)}")
     try:
         return importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name and (module_name == error.name or module_name.startswith(f"{error.name}.")):
             raise SettingsError(
                 f"{what}: there is no module {error.name!r} here ({here}), beside the settings' file or among the "
-                "installed packages"
+                f"installed packages{_as_a_file(module_name)}"
             ) from error
         raise SettingsError(f"{what}: importing {module_name} needs {error.name!r}") from error
     except TailraceError:

@@ -106,7 +106,7 @@ def test_notice_comes_before_the_end_by_as_much_as_the_run_may_take(capsys: pyte
     ("arguments", "why"),
     [
         ((*FOLDER, "--image", "tailrace:1"), "--image is for kubernetes"),
-        ((), "--folder  is no absolute path"),
+        ((), "--folder is missing: name the folder as every node"),
         (("--folder", "work"), "--folder work is no absolute path"),
         (("--folder", "/tmp/work"), "--folder /tmp/work is each node's own"),
         ((*FOLDER, *ON_GPUS, "--trainer.ranks", "16"), "need 16 GPUs, and a node has 8: lower trainer.ranks"),

@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from tailrace.config import (
     RunSettings,
     list_recipes,
+    load_from_python,
     load_settings,
     plan_run,
     settings_reference,
@@ -316,6 +317,17 @@ def test_overrides_win_over_the_file() -> None:
 def test_a_setting_without_a_value_is_refused(overrides: list[str], message: str) -> None:
     with pytest.raises(SettingsError, match=f"^command line: {message}"):
         load_settings("quickstart", overrides)
+
+
+def test_a_switch_in_place_of_a_value_is_told_as_the_file_or_the_program_writes_it(write) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(
+        SettingsError, match=r"line \d+: trainer.learning_rate is no switch, .* as in trainer.learning_ra"
+    ):
+        load_settings(write(MINIMAL + "[trainer]\nlearning_rate = true\n"))
+    with pytest.raises(
+        SettingsError, match=r"^changes: model.name is no switch, it needs a value, as in model.name = V"
+    ):
+        load_from_python("quickstart", {"model.name": True})
 
 
 @pytest.mark.parametrize(

@@ -114,7 +114,7 @@ def test_a_factory_gets_its_arguments(own: Callable[..., EnvironmentSettings]) -
     [
         ("factory", {"num_word": 4}, "environment.args.num_word: own_things:factory takes no such argument; did you "),
         ("factory", {"num_words": "many"}, "environment.args.num_words of own_things:factory is 'many'"),
-        ("factory", {}, "environment.args.num_words is missing"),
+        ("factory", {}, "environment.args.num_words is missing: own_things:factory needs it; it is called for an Env"),
         ("agent", {"bonsu": 1}, "did you mean 'bonus'"),
         ("agent", {"policy": 1}, "no such argument"),
         ("Echo", {"factr": 1}, "did you mean 'factor'"),
@@ -147,6 +147,9 @@ def test_a_wrong_name_or_argument_is_told_with_the_right_one(
     [
         ("alphabet-srot", "did you mean 'alphabet-sort'"),
         ("no_such_module:agent", "there is no module 'no_such_module' here"),
+        ("own_things.py:shout", "named with dots and without .py, as in own_things:ATTRIBUTE"),
+        ("./own_things.py:shout", "as in own_things:ATTRIBUTE"),
+        ("/a/games/own_things.py:shout", "as in own_things:ATTRIBUTE"),
         ("needs_more:agent", "importing needs_more needs 'surely_not_installed_package'"),
         ("breaks:agent", "importing breaks raised ZeroDivisionError: division by zero ("),
         ("breaks:agent", "breaks.py, line 3)"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator
+from doctest import DocTestParser
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,12 @@ from tailrace.config import load_settings
 from tailrace.run.trying import try_environments
 
 ROOT = Path(__file__).parents[2]
-GUIDES = {"environments": ["all_but_last", "guess", "quiz", "count"], "scoring": ["first_name"]}
+GUIDES = {
+    "environments": ["all_but_last", "guess", "quiz", "count"],
+    "scoring": ["first_name"],
+    "python": ["agent", "spec"],
+}
+DATA = {"count": "{tmp_path}/words.jsonl", "agent": f"{ROOT}/examples/names.jsonl"}
 EXAMPLES = [
     "own_agent:first_names",
     "own_environment:guess_the_name",
@@ -38,12 +44,24 @@ environments = [
 def write_module(folder: Path, guide: str) -> str:
     """The Python blocks of a guide as a module; its name. Those about the library without a run are left out."""
     page = (ROOT / "docs" / f"{guide}.md").read_text()
+    if guide == "python":
+        (folder / f"guide_{guide}.py").write_text(_environments_of_python(page))
+        return f"guide_{guide}"
     blocks = re.findall(r"^```python\n(.*?)^```", page, flags=re.DOTALL | re.MULTILINE)
     chosen = [
         block for block in blocks if "from tailrace.environments import" in block and "RelativeJudge" not in block
     ]
     (folder / f"guide_{guide}.py").write_text("\n".join(chosen))
     return f"guide_{guide}"
+
+
+def _environments_of_python(page: str) -> str:
+    """The agent that the page begins with, and the environment that is an object of the program."""
+    begins = re.search(r"^async def agent.*?(?=\n\n)", page, flags=re.DOTALL | re.MULTILINE)
+    assert begins is not None
+    sources = [example.source for example in DocTestParser().get_examples(page)]
+    first = next(index for index, source in enumerate(sources) if source.startswith("async def shout"))
+    return "\n".join(["import tailrace", begins[0], *sources[first : first + 3]])
 
 
 @pytest.fixture
@@ -53,7 +71,7 @@ def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     named = [f'{{ name = "examples.{example}" }},' for example in EXAMPLES]
     for guide, names in GUIDES.items():
         for name in names:
-            data = f', data = "{tmp_path}/words.jsonl"' if name == "count" else ""
+            data = f', data = "{DATA[name].format(tmp_path=tmp_path)}"' if name in DATA else ""
             named.append(f'{{ name = "{modules[guide]}:{name}", id = "{guide}-{name}"{data} }},')
     monkeypatch.syspath_prepend(str(tmp_path))
     path = tmp_path / "all.toml"

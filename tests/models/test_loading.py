@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,15 @@ def test_a_name_that_is_no_model_is_refused_with_what_names_one(name: str, expec
 def test_a_folder_that_is_no_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"holds no config\.json"):
         loading.load_causal_lm(str(tmp_path), dtype="float32")
+
+
+@pytest.mark.parametrize("named", ["run", "run/checkpoints"])
+def test_a_runs_folder_is_refused_with_its_newest_checkpoint(model_folder: Path, tmp_path: Path, named: str) -> None:
+    for step in ("step_000006", "step_000014"):
+        shutil.copytree(model_folder, tmp_path / "run" / "checkpoints" / step)
+    newest = tmp_path / "run" / "checkpoints" / "step_000014"
+    with pytest.raises(ModelError, match=f"name a checkpoint in it instead: {newest}$"):
+        loading.resolve_model(str(tmp_path / named))
 
 
 def test_a_model_without_a_chat_template_is_refused(model_folder: Path, tmp_path: Path) -> None:

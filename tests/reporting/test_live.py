@@ -148,6 +148,15 @@ def test_the_live_view_shows_a_run_that_has_nothing_to_show_yet() -> None:
     assert "the trainer loads the model" in text
 
 
+def test_a_run_that_goes_on_does_not_seem_to_begin_anew_until_its_step_is_known() -> None:
+    view = RunView(name="on", waiting_for="the trainer to load the model", max_steps=60, elapsed_s=31.0)
+    assert "starting · 0:31 · the trainer to load the model" in text_of(view, 80)
+    assert QuietLines(2.0).next(view, None) == "starting · 0:31 · waiting: the trainer to load the model"
+    known = replace(view, step=38, waiting_for="the generator to load the model")
+    assert "step 38 of 60 · 0:31 · the generator" in text_of(known, 100)
+    assert "step 0 of 60" in text_of(replace(view, stage=Stage.TRAINING), 80)
+
+
 def test_a_diverged_run_can_be_shown() -> None:
     view = RunView(
         name="bad", rewards=[math.nan], generation_tokens_per_s=[math.nan], step=1, completion_tokens=math.nan

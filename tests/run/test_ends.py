@@ -23,7 +23,10 @@ async def test_exhausted_data_finishes_the_run_with_a_last_partial_batch(tmp_pat
     summary = await run_inline(tmp_path, *data, "--max_steps", "unset", "--max_epochs", "1")
     assert (summary.status, summary.exit_code, summary.steps) == (RunStatus.FINISHED, 0, 3)
     assert len(trained_tasks(tmp_path / "run")) == 10
-    assert records(tmp_path / "run" / "metrics.jsonl")[-1]["batch/rollouts"] == 2
+    lines = records(tmp_path / "run" / "metrics.jsonl")
+    assert lines[-1]["batch/rollouts"] == 2
+    rates = [line["training/learning_rate"] for line in lines]
+    assert rates[0] > rates[1] > rates[2]  # its decay ends with the epochs
 
 
 async def test_nothing_to_train_on_fails_the_run_and_says_why(tmp_path: Path) -> None:

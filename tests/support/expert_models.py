@@ -67,6 +67,13 @@ def perturb_routers(model: PreTrainedModel, scale: float, seed: int = 1) -> None
 
 
 @torch.no_grad()
+def make_routers_undecided(model: PreTrainedModel) -> None:
+    """All experts suit a token almost alike, so that rounding decides for some of them, on any processor."""
+    for router in routers(model):
+        router.weight.copy_(router.weight[:1] + 0.03 * router.weight)
+
+
+@torch.no_grad()
 def plain_routing(model: PreTrainedModel, token_ids: list[int]) -> torch.Tensor:
     """[num_tokens, layers with experts, top_k]: what the model itself chooses, in one plain pass."""
     chosen: list[torch.Tensor] = []

@@ -180,6 +180,8 @@ def _directive(name: str, value: str | None) -> str:
 
 def _require_shared(folder: str) -> None:
     path = PurePosixPath(folder)
+    if not folder:
+        raise SettingsError("--folder is missing: name the folder as every node of the job sees it")
     if not path.is_absolute() or ".." in path.parts:
         raise SettingsError(f"--folder {folder} is no absolute path: name the folder as every node of the job sees it")
     if any(path.is_relative_to(one) for one in _OF_ONE_NODE):

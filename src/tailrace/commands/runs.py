@@ -113,7 +113,7 @@ class Evaluate:
 
 @dataclass(frozen=True)
 class Try:
-    """Play a few rollouts of an environment without training, and tell what is wrong with it."""
+    """Play an environment without training, and tell what is wrong. Any setting can follow as --section.key VALUE."""
 
     environment: EnvironmentName
     """A built-in environment, your own as `module:attribute`, or a recipe or .toml file for all of its own."""

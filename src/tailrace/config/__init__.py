@@ -28,7 +28,7 @@ from tailrace.config.resuming import (
     settings_as_toml,
 )
 from tailrace.config.settings import RunSettings
-from tailrace.config.sources import Key, Places, SettingsFile, list_recipes, read_settings_file
+from tailrace.config.sources import COMMAND_LINE, Key, Places, SettingsFile, list_recipes, read_settings_file
 from tailrace.errors import SettingsError
 from tailrace.user_code import modules_beside
 
@@ -125,7 +125,7 @@ def placed_at(places: Places) -> Iterator[None]:
         raise SettingsError(f"{places.where(error.key)}: {error}") from error
 
 
-def _places(file: SettingsFile, overrides: Iterable[tuple[str, ...]], given_by: str = "command line") -> Places:
+def _places(file: SettingsFile, overrides: Iterable[tuple[str, ...]], given_by: str = COMMAND_LINE) -> Places:
     """`--environment.*` and `--environments.0.*` are the same key of the tables."""
     given: set[Key] = set()
     for first, *rest in overrides:

@@ -12,7 +12,7 @@ from pydantic_core import ErrorDetails
 
 from tailrace.config.contradictions import Contradictions
 from tailrace.config.sections import all_keys, end_of, says_kind, without_tags
-from tailrace.config.sources import Key, Places, Table
+from tailrace.config.sources import COMMAND_LINE, Key, Places, Table
 from tailrace.errors import SettingsError
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
@@ -35,6 +35,8 @@ ELSEWHERE_CALLED = {
 """Names of other programs, and of haste, for settings that are called otherwise here."""
 
 
+_LONGEST_SHOWN = 200
+"""Characters of a value that is wrong."""
 _NUMBERS_BELOW = 2**63
 _NO_NUMBER = "it must be a finite number, smaller than 2^63"
 
@@ -119,8 +121,10 @@ class _ProblemFormatter:
         """For a setting that is true and should be something else."""
         field, key = end_of(self.model, path).field, without_tags(self.model, path)
         default = None if field is None else field.default
-        example = default if isinstance(default, str | int | float) else "VALUE"
-        return f"{self.name(key)} is no switch, it needs a value, as in --{self.name(key)} {example}"
+        has_example, is_option = isinstance(default, str | int | float), self.given.where(key) == COMMAND_LINE
+        example = "VALUE" if not has_example else str(default) if is_option else repr(default)
+        shown = f"--{self.name(key)} {example}" if is_option else f"{self.name(key)} = {example}"
+        return f"{self.name(key)} is no switch, it needs a value, as in {shown}"
 
     def _what(self, problem: ErrorDetails, path: Key, key: Key) -> str:
         match problem["type"]:
@@ -130,17 +134,17 @@ class _ProblemFormatter:
                 return f"{self.name(key)} is missing; {_how_to_give(key, end_of(self.model, path).section)}"
             case "model_type" | "model_attributes_type":
                 how = _how_to_give(key, end_of(self.model, path).section)
-                return f"{self.name(key)} = {problem['input']!r}: it is a section, not a value; {how}"
+                return f"{self.name(key)} = {_shown(problem)}: it is a section, not a value; {how}"
             case _ if problem["input"] is True:
                 return self.no_value(path)
             case "tuple_type":
-                return f"{self.name(key)} = {problem['input']!r}: it is a list; {self._entries(path, key)}"
+                return f"{self.name(key)} = {_shown(problem)}: it is a list; {self._entries(path, key)}"
             case "string_pattern_mismatch" if key == ("name",):
                 allowed = "use letters, digits, `_`, `-` and `.`, and begin with one of the first three"
                 return f"{self.name(key)} = {problem['input']!r} cannot name a folder; {allowed}"
             case _:
                 message = problem["msg"][0].lower() + problem["msg"][1:]
-                return f"{self.name(key)} = {problem['input']!r}: {message}"
+                return f"{self.name(key)} = {_shown(problem)}: {message}"
 
     def _entries(self, path: Key, key: Key) -> str:
         """How a list is written."""
@@ -169,6 +173,12 @@ class _ProblemFormatter:
         hint = f"did you mean {close[0]!r}? " if close else ""
         known = f"known: {', '.join(kinds)}"
         return f"{self.given.where(key)}: {self.name(key)} = {given!r}: there is none of that name; {hint}{known}"
+
+
+def _shown(problem: ErrorDetails) -> str:
+    """What was given, as far as it helps: a program may have given a whole data set."""
+    text = repr(problem["input"])
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
 
 
 def dotted(key: Key) -> str:

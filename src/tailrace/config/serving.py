@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from tailrace.config.gateway import GatewaySettings
 from tailrace.config.overrides import apply_overrides, parse_overrides
 from tailrace.config.problems import validated
-from tailrace.config.sources import Key, Places, SettingsFile
+from tailrace.config.sources import COMMAND_LINE, Key, Places, SettingsFile
 from tailrace.errors import SettingsError
 from tailrace.generation.settings import GeneratorSettings, ModelSettings
 
@@ -45,7 +45,7 @@ def load_serve_settings(model: str, overrides: Sequence[str], http: str | None =
     """
     given = _given(overrides)
     table = apply_overrides({"model": {"name": model}, **_gateway(http, given)}, given)
-    return validated(ServeSettings, table, Places(SettingsFile("command line", table), set(given)))
+    return validated(ServeSettings, table, Places(SettingsFile(COMMAND_LINE, table), set(given)))
 
 
 def joined_settings(offered: bytes, model: str | None, overrides: Sequence[str]) -> ServeSettings:

@@ -17,6 +17,9 @@ from tailrace.records import DEEPEST, is_too_deep
 Table: TypeAlias = dict[str, Any]
 Key: TypeAlias = tuple[str | int, ...]
 
+COMMAND_LINE = "command line"
+"""Where settings are given beside a file, unless a program gives them."""
+
 _HEADER = re.compile(r"^\s*\[(\[)?\s*([\w.\"'-]+)\s*\]?\]")
 _ASSIGNMENT = re.compile(r"^\s*([\w.\"'-]+)\s*=")
 
@@ -44,7 +47,7 @@ class Places:
     file: SettingsFile
     overridden: set[Key]
     """Keys that were given beside the file."""
-    beside: str = "command line"
+    beside: str = COMMAND_LINE
     """Where."""
 
     def where(self, *keys: Key) -> str:
@@ -81,7 +84,7 @@ def read_settings_file(recipe: str) -> SettingsFile:
             raise SettingsError(f"there is no recipe {recipe!r}{hint} {known}")
     try:
         text = path.read_text(encoding="utf-8")
-        file = SettingsFile(recipe if path.suffix != ".toml" else str(path), tomllib.loads(text), find_lines(text))
+        file = SettingsFile(str(path), tomllib.loads(text), find_lines(text))
     except OSError as error:
         raise SettingsError(f"cannot read the settings file {path}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:

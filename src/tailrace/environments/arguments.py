@@ -14,11 +14,12 @@ from tailrace.records import Json
 
 
 def check_arguments(
-    target: Callable[..., Any], arguments: Mapping[str, Json], *, owner: str, positional: int = 0
+    target: Callable[..., Any], arguments: Mapping[str, Json], *, owner: str, positional: int = 0, what_else: str = ""
 ) -> dict[str, Any]:
     """The arguments, converted to the annotated types of `target`; its first `positional` parameters are not for users.
 
-    Raises `SettingsError` where one is unknown (names the nearest), missing or of a wrong type.
+    Raises `SettingsError` where one is unknown (names the nearest), missing (`what_else` may be meant) or of a wrong
+    type.
 
     >>> def factory(names: int, suffix: str = "!") -> None: ...
     >>> check_arguments(factory, {"names": "3"}, owner="demo")
@@ -33,7 +34,8 @@ def check_arguments(
     for parameter in parameters:
         needed = parameter.default is parameter.empty and parameter.name in known
         if needed and parameter.name not in arguments:
-            raise SettingsError(f"environment.args.{parameter.name} is missing: {owner} needs it", key=("args",))
+            said = f"environment.args.{parameter.name} is missing: {owner} needs it{what_else}"
+            raise SettingsError(said, key=("name",))
     hints = _type_hints(target)
     return {
         name: convert_argument(name, value, hints[name], owner=owner) if name in known and name in hints else value

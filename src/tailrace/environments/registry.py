@@ -42,6 +42,11 @@ BUILT_IN = {
     "verifiers-v1": "tailrace.environments.adapters.verifiers_v1.environment:verifiers_v1",
 }
 """Imported when first used."""
+_NO_FACTORY = (
+    "; it is called for an EnvironmentSpec. An agent is an `async def agent(task, policy)`, and a reward function is "
+    "named under environment.rewards.NAME.function"
+)
+"""What a function may be whose arguments are missing."""
 _PLAYED_BY_OTHERS = ("verifiers",)
 """Built-in names of environments whose code is not Tailrace's."""
 
@@ -217,7 +222,7 @@ def _call_factory(factory: Callable[..., Any], settings: EnvironmentSettings) ->
     except ValueError:
         raise _is_none(settings.name, f"{factory!r:.80}") from None
     try:
-        spec = _with_arguments(factory, settings)()
+        spec = _with_arguments(factory, settings, what_else=_NO_FACTORY)()
     except ValidationError as error:  # a factory that checks its arguments with a pydantic model of its own
         problem = error.errors()[0]
         name = ".".join(["environment.args", *map(str, problem["loc"])])
@@ -236,7 +241,7 @@ def _call_factory(factory: Callable[..., Any], settings: EnvironmentSettings) ->
 
 
 def _with_arguments(
-    target: Callable[..., Any], settings: EnvironmentSettings, *, positional: int = 0
+    target: Callable[..., Any], settings: EnvironmentSettings, *, positional: int = 0, what_else: str = ""
 ) -> Callable[..., Any]:
-    arguments = check_arguments(target, settings.args, owner=settings.name, positional=positional)
+    arguments = check_arguments(target, settings.args, owner=settings.name, positional=positional, what_else=what_else)
     return partial(target, **arguments) if arguments else target

@@ -223,10 +223,18 @@ def _bundled(name: str) -> ModelSource:
 
 def _local_folder(name: str, folder: Path) -> ModelSource:
     if not (folder / "config.json").is_file():
-        files = sorted(entry.name for entry in folder.glob("*.gguf"))
-        advice = f"; name its GGUF file instead: {folder / files[0]}" if files else ""
+        advice = _what_else(folder)
         raise ModelError(f"model {name!r}: the folder {folder} holds no config.json, so it is no model{advice}")
     return ModelSource(name=name, location=str(folder))
+
+
+def _what_else(folder: Path) -> str:
+    """What may be meant by a folder that is no model but has one in it."""
+    if files := sorted(folder.glob("*.gguf")):
+        return f"; name its GGUF file instead: {files[0]}"
+    if checkpoints := sorted([*folder.glob("checkpoints/step_*/config.json"), *folder.glob("step_*/config.json")]):
+        return f"; name a checkpoint in it instead: {checkpoints[-1].parent}"
+    return ""
 
 
 def _gguf_file(name: str, path: Path) -> ModelSource:

@@ -133,7 +133,8 @@ class QuietLines:
             return progress_line(view, remaining_s)
         if not moved and not last and view.waiting_for and since_s >= _PATIENCE_S:
             self._spoken_s = view.elapsed_s
-            return f"step {view.step:,} · {clock(view.elapsed_s)} · waiting: {view.waiting_for}"
+            begun = f"step {view.step:,}" if view.has_begun else "starting"
+            return f"{begun} · {clock(view.elapsed_s)} · waiting: {view.waiting_for}"
         return None
 
 

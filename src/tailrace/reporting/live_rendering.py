@@ -98,10 +98,11 @@ def _header(view: RunView) -> RenderableType:
 def _progress(view: RunView, remaining_s: float | None, width: int) -> RenderableType:
     of = f" of {view.max_steps:,}" if view.max_steps else ""
     left = f" · {clock(remaining_s)} left" if remaining_s is not None else ""
+    step = (f"step {view.step:,}", of) if view.has_begun else ("starting", "")
     words = Text.assemble(
-        (f"step {view.step:,}", "bold"), (of, _LABEL), (f" · {clock(view.elapsed_s)}", _LABEL), (left, _ACCENT)
+        (step[0], "bold"), (step[1], _LABEL), (f" · {clock(view.elapsed_s)}", _LABEL), (left, _ACCENT)
     )
-    stage = view.waiting_for or ("" if view.stage == "training" else view.stage)
+    stage = view.waiting_for or ("" if view.stage in ("training", "starting") else view.stage)
     if stage:
         words.append(f" · {stage}", style=_WARN if view.waiting_for else "italic")
     full = view.max_steps or max(view.step, 1)

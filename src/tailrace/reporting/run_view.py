@@ -106,6 +106,11 @@ class RunView:
     rss_bytes: float = 0.0
     """All processes of the run together."""
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether its step is known: that of a run that goes on is, once its trainer has found its checkpoint."""
+        return self.stage is not Stage.STARTING or self.step > 0
+
 
 def snapshot(
     so_far: RunView,

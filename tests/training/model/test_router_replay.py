@@ -16,7 +16,14 @@ from tailrace.errors import ModelError, TrainingError
 from tailrace.training.model.router_replay import RouterReplay, add_routing_rule, softmax_rule
 from tailrace.training.rows.micro_batch import MicroBatch
 from tailrace.training.rows.shared_prefixes import share_prefixes
-from tests.support.expert_models import FAMILIES, expert_model, perturb_routers, plain_routing, routers
+from tests.support.expert_models import (
+    FAMILIES,
+    expert_model,
+    make_routers_undecided,
+    perturb_routers,
+    plain_routing,
+    routers,
+)
 from tests.support.routed_rows import INDIFFERENT, UNKNOWN, logprob_differences, sampled_row, train_on
 
 
@@ -92,13 +99,14 @@ def test_bfloat16_and_sixteen_bit_indices_replay_alike(family: str, wide: bool) 
 
 @pytest.mark.parametrize("family", ["qwen3-moe", "mixtral"])
 def test_where_rounding_sends_tokens_elsewhere_replay_brings_them_back(family: str) -> None:
-    row, experts = sampled_row(expert_model(family).to(torch.bfloat16))
+    undecided = expert_model(family)
+    make_routers_undecided(undecided)
+    row, experts = sampled_row(copy.deepcopy(undecided).to(torch.bfloat16))
     sampled = torch.from_numpy(row.logprobs[row.loss_mask])
-    found, metrics = train_on(expert_model(family), row, experts, dtype="bfloat16")
-    anew, _ = train_on(expert_model(family), row, None, dtype="bfloat16")
-    closer = float((found - sampled).abs().mean()) < float((anew - sampled).abs().mean())
-    assert metrics["training/router_agreement"] > 0.95
-    assert closer or metrics["training/router_agreement"] == 1
+    found, metrics = train_on(copy.deepcopy(undecided), row, experts, dtype="bfloat16")
+    anew, _ = train_on(undecided, row, None, dtype="bfloat16")
+    assert 0.9 < metrics["training/router_agreement"] < 1
+    assert 2 * float((found - sampled).abs().mean()) < float((anew - sampled).abs().mean())
 
 
 @pytest.mark.parametrize("family", ["qwen3-moe", "mixtral"])
