@@ -14,7 +14,7 @@ import pytest
 from tailrace.errors import SettingsError
 from tailrace.run.evaluating import evaluate_model
 from tailrace.run.training import train
-from tests.run.runs import PATIENCE_S, ROLES, WITHOUT_MODEL, command, records, rollouts, tiny_settings
+from tests.run.runs import PATIENCE_S, WITHOUT_MODEL, command, records, rollouts, tiny_settings
 from tests.support import run_environments
 from tests.support.agent_environments import MISBEHAVING
 from tests.support.chrome_trace import read_trace, spans, tracks
@@ -46,9 +46,8 @@ def agent_workers(pid: int) -> list[psutil.Process]:
     return found
 
 
-@pytest.mark.parametrize("roles", ROLES)
-def test_a_run_with_agent_workers_finishes_though_one_is_killed(tmp_path: Path, roles: tuple[str, ...]) -> None:
-    with command(tmp_path, *roles, "--max_steps", "24", "--rollouts.agent_workers", "2") as run:
+def test_a_run_with_agent_workers_finishes_though_one_is_killed(tmp_path: Path) -> None:
+    with command(tmp_path, "--max_steps", "24", "--rollouts.agent_workers", "2") as run:
         run.wait_for_steps(2)
         children = psutil.Process(run.pid).children(recursive=True)
         log = run.folder / "logs" / "orchestrator.log"
