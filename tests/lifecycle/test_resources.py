@@ -9,7 +9,13 @@ import pytest
 
 from tailrace.errors import SettingsError
 from tailrace.lifecycle import child
-from tailrace.lifecycle.resources import own_payload_folder, own_shared_memory, own_socket_folder, remove_leftovers
+from tailrace.lifecycle.resources import (
+    NodeFolder,
+    own_payload_folder,
+    own_shared_memory,
+    own_socket_folder,
+    remove_leftovers,
+)
 from tailrace.transport.channels import ipc_address
 
 DIES_WITH_RESOURCES = """
@@ -18,6 +24,13 @@ from tailrace.lifecycle.resources import own_shared_memory
 folder = own_shared_memory("epoch", pathlib.Path(sys.argv[1]))
 (folder.path / "batch").write_bytes(b"x")
 print(folder.path, flush=True)
+os._exit(9)
+"""
+DIES_WITH_MEMORY_OF_A_NODE = """
+import os, pathlib, sys
+from tailrace.lifecycle import resources
+resources.shared_memory_folder = lambda: pathlib.Path(sys.argv[1])
+print(resources.NodeFolder("epoch", "10.0.0.1").path, flush=True)
 os._exit(9)
 """
 
@@ -40,6 +53,25 @@ def test_leftovers_of_a_dead_run_are_removed_and_those_of_a_living_one_stay(tmp_
         assert remove_leftovers(tmp_path) == [dead]
         assert living.path.exists()
     remove_leftovers()
+
+
+def test_memory_of_a_node_goes_with_the_last_of_its_owners_and_as_a_leftover_where_they_died(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tailrace.lifecycle.resources.shared_memory_folder", lambda: tmp_path)
+    first, second = NodeFolder("epoch", "10.0.0.1"), NodeFolder("epoch", "10.0.0.1")
+    (first.path / "weights").write_bytes(b"x")
+    first.leave()
+    first.leave()
+    assert remove_leftovers(tmp_path) == []
+    assert (second.path / "weights").exists()
+    second.leave()
+    assert not second.path.exists()
+
+    command = [sys.executable, "-c", DIES_WITH_MEMORY_OF_A_NODE, str(tmp_path)]
+    dead = Path(subprocess.run(command, check=False, capture_output=True, text=True).stdout.strip())
+    assert dead.exists()
+    assert remove_leftovers(tmp_path) == [dead]
 
 
 def test_a_folder_for_payloads_is_made_where_asked_for_and_goes_with_the_run(tmp_path: Path) -> None:
