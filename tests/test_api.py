@@ -173,6 +173,12 @@ def test_what_is_wrong_is_told_with_its_place() -> None:
         ("quickstart", {"environment": None}, r"changes: environment\.name = None: input should be a valid string"),
         ("quickstart", {"environment.data": rows}, r"of type list, .*train_tasks=rows\)"),
         ("quickstart", {"model": rows * 1000}, r"changes: model = \[\{.{190,199}\.\.\.: it is a section"),
+        (
+            {"environments": ["words"]},
+            {},
+            r'model is missing; write a table \[model\] .*, or give "model\.name" in changes',
+        ),
+        ("quickstart", {"environments": {"name": "words"}}, "write environment.name for that of the only one"),
         ("quickstart", {3: 1}, "changes: 3 names no setting"),
         ("quickstart", {"trainer": {3: 1}}, "changes: 3 names no setting"),
         ("quickstart", ["--max_steps", "3"], r"changes is \['--max_steps', '3'\]; expected settings by their names"),

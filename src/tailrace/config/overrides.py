@@ -95,6 +95,7 @@ def _set(table: Any, path: tuple[str, ...], value: Any, full: Key) -> None:
             if not part.isdigit() or int(part) >= len(table):
                 raise SettingsError(
                     f"--{'.'.join(map(str, full))}: {part!r} is no index into the {len(table)} entries there"
+                    + (f"; write environment.{part} for that of the only one" if full[0] == "environments" else "")
                 )
             index: Any = int(part)
         elif isinstance(table, dict):

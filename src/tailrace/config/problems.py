@@ -131,9 +131,9 @@ class _ProblemFormatter:
             case "extra_forbidden":
                 return self._unknown(path, key)
             case "missing":
-                return f"{self.name(key)} is missing; {_how_to_give(key, end_of(self.model, path).section)}"
+                return f"{self.name(key)} is missing; {self._how_to_give(path, key)}"
             case "model_type" | "model_attributes_type":
-                how = _how_to_give(key, end_of(self.model, path).section)
+                how = self._how_to_give(path, key)
                 return f"{self.name(key)} = {_shown(problem)}: it is a section, not a value; {how}"
             case _ if problem["input"] is True:
                 return self.no_value(path)
@@ -145,6 +145,19 @@ class _ProblemFormatter:
             case _:
                 message = problem["msg"][0].lower() + problem["msg"][1:]
                 return f"{self.name(key)} = {_shown(problem)}: {message}"
+
+    def _how_to_give(self, path: Key, key: Key) -> str:
+        """What to write where a key should be, in a file and beside it."""
+        section, beside = end_of(self.model, path).section, self.given.beside
+        if section is None:
+            written, full = "add it", _singular(key)
+        else:
+            first = next((name for name, field in section.model_fields.items() if field.is_required()), "")
+            first = first or next(iter(section.model_fields))
+            table = "[[environments]]" if key == ("environments",) else f"[{dotted(key)}]"
+            written, full = f"write a table {table} with {first} = ...", (*_singular(key), first)
+        given = f"--{dotted(full)} on the {beside}" if beside == COMMAND_LINE else f'"{dotted(full)}" in {beside}'
+        return f"{written}, or give {given}"
 
     def _entries(self, path: Key, key: Key) -> str:
         """How a list is written."""
@@ -184,16 +197,6 @@ def _shown(problem: ErrorDetails) -> str:
 def dotted(key: Key) -> str:
     """As in the tables: `environments.0.name`."""
     return ".".join(map(str, key))
-
-
-def _how_to_give(key: Key, section: type[BaseModel] | None) -> str:
-    """What to write where a key should be, in a file and on the command line."""
-    if section is None:
-        return f"add it, or give --{dotted(_singular(key))} on the command line"
-    first = next((name for name, field in section.model_fields.items() if field.is_required()), "")
-    first = first or next(iter(section.model_fields))
-    table = "[[environments]]" if key == ("environments",) else f"[{dotted(key)}]"
-    return f"write a table {table} with {first} = ..., or give --{dotted((*_singular(key), first))} on the command line"
 
 
 def _singular(key: Key) -> Key:
