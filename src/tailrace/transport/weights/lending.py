@@ -24,7 +24,7 @@ from tailrace.transport.weights.stores import SharedMemoryModelStateDictStore
 
 MAX_SHARE: Final = 0.4
 """Of the whole file's bytes, that a delta may have. What is saved has to be worth coding and applying it, which takes
-about as long as a connection of 4 Gbit/s takes for the rest: float32, of which half would be sent, is sent whole."""
+about as long as a connection of 2 Gbit/s takes for the rest: float32, of which half would be sent, is sent whole."""
 _KEPT_FILES = 2
 
 
