@@ -7,13 +7,14 @@ the disconnect that the kernel reports when a process dies, without polling.
 from __future__ import annotations
 
 import asyncio
+import functools
 import mmap
 import os
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast, get_args
 
 import msgspec
 import numpy as np
@@ -25,7 +26,6 @@ from zmq.utils.monitor import recv_monitor_message
 
 from tailrace.errors import CorruptData, PeerGone, SettingsError, TransportError
 from tailrace.guards import guarded
-from tailrace.records import Float32Array, Int32Array
 from tailrace.transport.keys import CurveKeys
 
 MAX_ADDRESS_CHARS = 107
@@ -96,12 +96,19 @@ def _encode_array(value: object) -> bytes:
 
 
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=_encode_array)
-_ARRAY_TYPES: dict[object, type[np.generic]] = {Int32Array: np.int32, Float32Array: np.float32}
 
 
 def decode_array(declared: object, data: bytes) -> NDArray[np.generic]:
     """The `dec_hook` of decoders of messages that hold arrays, which become read-only views of `data`."""
-    return np.frombuffer(data, _ARRAY_TYPES[declared])
+    return np.frombuffer(data, _scalar_type(declared))
+
+
+@functools.cache
+def _scalar_type(declared: object) -> type[np.generic]:
+    """Of an array's numbers: `declared` is `NDArray[np.int32]`, or (from numpy 2.5 on) the array type it stands for."""
+    while arguments := get_args(declared):
+        declared = arguments[-1]
+    return cast("type[np.generic]", declared)
 
 
 def decode(frame: bytes, message_type: type[MessageT]) -> MessageT:
