@@ -86,7 +86,7 @@ gpu: install-dev  ## On a machine with a GPU: its tests, then each benchmark in 
 	@if ! $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
 		echo 'no GPU here: nothing to run'; \
 	else \
-		rm -f $(GPU_JSON) && timeout 300 $(BIN)/pytest -q -m gpu tests && \
+		rm -f $(GPU_JSON) && timeout 300 $(BIN)/pytest -q -n 4 -m gpu tests && \
 		for case in $(GPU_CASES); do \
 			timeout 150 $(BIN)/python benchmarks/gpu.py --json --case $$case > $(GPU_JSON).part || exit 1; \
 			cat $(GPU_JSON).part && tail -n 1 $(GPU_JSON).part >> $(GPU_JSON); \

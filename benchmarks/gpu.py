@@ -18,10 +18,11 @@ import itertools
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -44,7 +45,13 @@ PACKED_MEAN_TOKENS = 1024
 PROMPT_TOKENS = 128
 GROUP_SIZE, SHARED_TOKENS = 8, 512
 SLOTS = 256
-CHUNK_MIB = (16, 64, 256, 1024)
+CHUNK_MIB = (64, 256, 512, 1024)
+VARIANTS: dict[str, dict[str, Any]] = {
+    "-checkpointed": {"gradient_checkpointing": True},
+    "": {},
+    "-compiled": {"compile": True},
+}
+"""Settings of the trainer by what a case's name ends with."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +112,8 @@ class TrainerRow:
     case: str
     tokens: int
     segments: int
-    gradient_checkpointing: bool
+    settings: str
+    """Of the trainer, beside a GPU's own."""
     step_s: float
     tokens_per_s: float
     mfu: float
@@ -199,31 +207,31 @@ def ceilings(device: torch.device, size: int = 8192, num_bytes: int = 1 << 31) -
 
 
 def trainer_rows(case: str, shape: Shape, samples: Samples, device: torch.device, runs: int) -> list[TrainerRow]:
-    """With and without gradient checkpointing; what finds no memory is left out."""
+    """Under each of `VARIANTS`; what finds no memory is left out."""
     rows = []
-    for checkpointing in (True, False):
+    for suffix, given in VARIANTS.items():
         try:
-            rows.append(trainer_row(case, shape, samples, device, runs=runs, checkpointing=checkpointing))
+            rows.append(trainer_row(f"{case}{suffix}", shape, samples, device, runs=runs, given=given))
         except torch.cuda.OutOfMemoryError:
-            kit.progress(f"{case} finds no memory without gradient checkpointing")
+            kit.progress(f"{case}{suffix} finds no memory")
         torch.cuda.empty_cache()
     return rows
 
 
 def trainer_row(
-    case: str, shape: Shape, samples: Samples, device: torch.device, *, runs: int, checkpointing: bool
+    case: str, shape: Shape, samples: Samples, device: torch.device, *, runs: int, given: Mapping[str, Any]
 ) -> TrainerRow:
-    trainer = make_trainer(shape, device, checkpointing)
+    trainer = make_trainer(shape, device, given)
     batches = iter(batch_of(samples, step, shape.vocabulary) for step in range(1, runs + 3))
     reset_peak(device)
     step_s = timed(lambda: trainer.train_step(next(batches)), device, runs=runs, warm_up=2)
     lengths = samples.lengths
     tokens = sum(lengths)
     return TrainerRow(
-        case=f"{case}{'-checkpointed' if checkpointing else ''}",
+        case=case,
         tokens=tokens,
         segments=len(lengths),
-        gradient_checkpointing=checkpointing,
+        settings=", ".join(given),
         step_s=step_s,
         tokens_per_s=tokens / step_s,
         mfu=flops_per_token(shape, lengths) * tokens / step_s / peak_flops(device),
@@ -275,7 +283,7 @@ def engine_rows(shape: Shape, device: torch.device, tokens: int, slots: int = SL
 
 def publish_rows(shape: Shape, device: torch.device, runs: int) -> list[PublishRow]:
     """From the trainer's parameters to the engine's, through shared memory."""
-    trainer = make_trainer(shape, device, checkpointing=True)
+    trainer = make_trainer(shape, device)
     engine = TorchEngine(random_model(shape, device, torch.bfloat16), slots=4, max_model_tokens=512)
     times: list[tuple[float, float, float]] = []
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
@@ -294,11 +302,11 @@ def publish_rows(shape: Shape, device: torch.device, runs: int) -> list[PublishR
     return [PublishRow("publish", ref.num_bytes, publish_s, prepare_s, install_s)]
 
 
-def make_trainer(shape: Shape, device: torch.device, checkpointing: bool) -> Trainer:
+def make_trainer(shape: Shape, device: torch.device, given: Mapping[str, Any] = MappingProxyType({})) -> Trainer:
     """A trainer in bf16 of random weights, read from a folder as any model is."""
     with tempfile.TemporaryDirectory() as folder:
         random_model(shape, device, torch.bfloat16).save_pretrained(folder)
-        settings = TrainerSettings(device=device.type, gradient_checkpointing=checkpointing)
+        settings = TrainerSettings(device=device.type, **given)
         return Trainer(settings, model_name=folder, max_steps=1000, max_staleness=4)
 
 

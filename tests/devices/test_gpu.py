@@ -28,14 +28,15 @@ pytestmark = pytest.mark.gpu
 __all__ = ["model_folder"]
 
 TOLERANCES = {"float32": 1e-3, "bfloat16": 2e-2}
-"""Against a CPU in the same precision: bfloat16 alone moves a tiny model's gradient by 14 %."""
+"""Against a CPU in the same precision: bfloat16 alone moves a tiny model's gradient by up to 14 %."""
 TOLD = ("training/loss", "training/grad_norm", "training/entropy")
 ON_GPU = ("--trainer.device", "cuda", "--generator.device", "cuda")
 FRESH = ("--schedule", "sync", "--scheduling.max_staleness", "0")
 
 
 def make_trainer(model: Path, device: str, **given: Any) -> Trainer:
-    settings = TrainerSettings.model_validate({"device": device, "dtype": "float32", **given})
+    # Native kernels of a CPU round less than torch does under bfloat16.
+    settings = TrainerSettings.model_validate({"device": device, "dtype": "float32", "native_kernels": False, **given})
     return Trainer(settings, model_name=str(model), max_steps=10, max_staleness=4)
 
 

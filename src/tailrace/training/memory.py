@@ -199,7 +199,7 @@ def layer_token_bytes(sizes: ModelSizes, settings: TrainerSettings, sample_token
         norms       2 h of float32, and with bfloat16 as many again where their weights are trained
         products    2 h c (under autocast 5 h c: each rounds its own input)
         attention   (2 q + 2 k) c, and on a CPU probabilities of short samples
-        norms of heads   (q + k) of float32
+        norms of heads   (q + k) of float32, and (q + k) c where their weights are trained
         SwiGLU      4 i c
 
     The fused layers of a CPU keep less.
@@ -212,7 +212,8 @@ def layer_token_bytes(sizes: ModelSizes, settings: TrainerSettings, sample_token
     if not on_gpu:
         scores = sizes.heads * sample_tokens if sample_tokens <= _CPU_SCORES_UP_TO else 0
         attention += (sizes.queries + scores) * compute
-    norms = (sizes.queries + sizes.keys) * WIDE_BYTES if sizes.norms_heads else 0
+    norms = sizes.queries + sizes.keys if sizes.norms_heads else 0
+    norms *= WIDE_BYTES + (compute if on_gpu and trains_all else 0)
     return stream + products + attention + norms + 4 * sizes.intermediate * compute
 
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ from tailrace.models.heads import OutputHead
 from tailrace.training.losses import CandidateComponent, Loss, LossTokens, PointwiseLoss, candidates_of
 from tailrace.training.losses.supports import TokenSupports
 
-GPU_CHUNK_BYTES = 256 << 20
+GPU_CHUNK_BYTES = 512 << 20
 """Logits per chunk: each chunk rewrites the whole gradient of the head, so that few and big ones are cheaper."""
 
 CPU_CHUNK_BYTES = 4 << 20
@@ -65,7 +65,7 @@ def chunk_tokens(vocabulary: int, device: torch.device, chunk_bytes: int | None 
     """Tokens whose float32 logits are held at once; `chunk_bytes` of logits instead of what suits the device.
 
     >>> chunk_tokens(151_936, torch.device("cuda")), chunk_tokens(1024, torch.device("cpu"))
-    (441, 1024)
+    (883, 1024)
     """
     if chunk_bytes is None and device.type == "cpu":
         return max(_MIN_CPU_TOKENS, CPU_CHUNK_BYTES // (4 * vocabulary))
@@ -85,10 +85,13 @@ class LogprobHead:
         dtype: torch.dtype,
         chunk_bytes: int | None = None,
         products: Products | None = None,
+        *,
+        compiled: bool = False,
     ) -> None:
-        """Logits are computed in `dtype`, and reduced in float32 at least."""
+        """Logits are computed in `dtype`, and reduced in float32 at least; `compiled`, in fewer passes over them."""
         self._head, self._dtype, self._chunk_bytes = head, dtype, chunk_bytes
         self._products = products or TORCH_PRODUCTS
+        self._normalise: Normalise = torch.compile(normalise, dynamic=True) if compiled else normalise
         own = head.linear.forward
 
         def forward(hidden: Tensor, tokens: LossTokens | None = None, loss: Loss | None = None) -> Tensor | LossOutput:
@@ -113,6 +116,7 @@ class LogprobHead:
             self._head.softcap,
             tokens.supports,
             self._products,
+            self._normalise,
         )
         judged = _JudgedCandidates.of(loss, tokens)
         if isinstance(loss, PointwiseLoss):
@@ -222,12 +226,29 @@ class TorchProducts(Products):
         if total.dtype is inputs.dtype:
             total.addmm_(grads.t(), inputs)
             return
+        if total.is_cuda:
+            torch.addmm(total, grads.t(), inputs, out_dtype=total.dtype, out=total)
+            return
         rows = max(1, _GRADIENT_BLOCK_BYTES // (inputs.shape[1] * inputs.element_size()))
         for start in range(0, len(total), rows):
             total[start : start + rows] += grads[:, start : start + rows].t() @ inputs
 
 
 TORCH_PRODUCTS = TorchProducts()
+
+
+Normalise: TypeAlias = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor, Tensor]]
+"""As `normalise`."""
+
+
+def normalise(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Log-probabilities of the targets, entropies, log-sum-exps, [chunk], and probabilities, [chunk, vocabulary]."""
+    chosen = logits.gather(1, targets).squeeze(1)
+    probabilities = torch.softmax(logits, dim=1)
+    # Not `logsumexp`, which takes several times as long where most exponentials vanish, as outside of supports.
+    normaliser = logits.amax(1) - probabilities.amax(1).log()
+    entropy = normaliser - torch.linalg.vecdot(probabilities, logits)
+    return chosen - normaliser, entropy, normaliser, probabilities
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -247,6 +268,7 @@ class LogitRule:
     """As in `OutputHead`."""
     supports: TokenSupports | None = None
     products: Products = TORCH_PRODUCTS
+    normalise: Normalise = normalise
 
     def for_each_chunk(self, work: Callable[[slice], None]) -> None:
         """Call `work` with the tokens of one chunk after the other; what it holds ends with its call."""
@@ -270,7 +292,7 @@ class _RecomputingHead(torch.autograd.Function):
 
         def score(where: slice) -> None:
             logits, _, _ = head.logits(where)
-            logprobs[where], entropy[where], normaliser[where], _ = _normalise(logits, rule.targets[where, None])
+            logprobs[where], entropy[where], normaliser[where], _ = rule.normalise(logits, rule.targets[where, None])
             if judged is not None:
                 token_ids, candidate_losses[where], slopes = judged.judge(logits, normaliser[where], where)
                 found.append((token_ids, slopes))
@@ -333,7 +355,7 @@ class _PointwiseHead(torch.autograd.Function):
         def add(where: slice) -> None:
             logits, scales, bend = head.logits(where)
             targets = rule.targets[where, None]
-            logprobs[where], entropy[where], normaliser, probabilities = _normalise(logits, targets)
+            logprobs[where], entropy[where], normaliser, probabilities = rule.normalise(logits, targets)
             each, derivatives, keeps = loss.with_derivative(logprobs[where], tokens.part(where))
             losses[where], kept[where] = each.where(keeps, 0.0), keeps
             slope = shares = derivatives.where(keeps, 0.0)[:, None] * scales
@@ -417,16 +439,6 @@ class _HeadGradients:
             None if gradient is None or tensor is None else gradient.to(tensor.dtype)
             for gradient, tensor in zip(found, tensors, strict=True)
         )
-
-
-def _normalise(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Log-probabilities of the targets, entropies, log-sum-exps, [chunk], and probabilities, [chunk, vocabulary]."""
-    chosen = logits.gather(1, targets).squeeze(1)
-    probabilities = torch.softmax(logits, dim=1)
-    # Not `logsumexp`, which takes several times as long where most exponentials vanish, as outside of supports.
-    normaliser = logits.amax(1) - probabilities.amax(1).log()
-    entropy = normaliser - torch.linalg.vecdot(probabilities, logits)
-    return chosen - normaliser, entropy, normaliser, probabilities
 
 
 def logprobs_and_entropy(hidden: Tensor, weight: Tensor, bias: Tensor | None, rule: LogitRule) -> tuple[Tensor, Tensor]:

@@ -78,12 +78,13 @@ class PolicyModel(nn.Module):
             )
         head = self._probe()
         rounds_head = self.under_autocast and head_dtype == "bfloat16"
+        compiles_head = compiled and self.device.type == "cuda"  # a CPU's chunks stay in its cache
         self.head = None
         if head is not None and rounds_head:
-            self.head = LogprobHead(head, torch.bfloat16)
+            self.head = LogprobHead(head, torch.bfloat16, compiled=compiles_head)
         elif head is not None:
             exact = torch.promote_types(torch.float32, next(model.parameters()).dtype)
-            self.head = LogprobHead(head, exact, products=self._acceleration)
+            self.head = LogprobHead(head, exact, products=self._acceleration, compiled=compiles_head)
         if compiled:
             compile_layers(self.model)
         if gradient_checkpointing:

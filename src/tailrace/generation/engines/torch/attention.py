@@ -168,13 +168,16 @@ def attend(
     softcap: float | None,
 ) -> torch.Tensor:
     """Scaled dot-product attention, `[batch, heads, queries, value_dim]`; by hand where logits are soft-capped."""
-    if softcap is None:
-        return functional.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
-        )
-    if query.shape[1] != key.shape[1]:
+    grouped = query.shape[1] != key.shape[1]
+    if grouped and (softcap is not None or (mask is not None and query.is_cuda)):
+        # Of CUDA's kernels the one that takes a mask takes no grouped heads.
         key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
         value = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
+        grouped = False
+    if softcap is None:
+        return functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped
+        )
     scores = torch.matmul(query, key.transpose(2, 3)).mul_(scale / softcap).tanh_().mul_(softcap)
     if causal:
         length = query.shape[2]

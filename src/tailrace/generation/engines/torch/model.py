@@ -43,6 +43,8 @@ class SlotModel:
         self._autocast = self.dtype is not torch.float32
         if self._autocast:
             _keep_precise(model)
+        if self.device.type == "cuda":
+            torch.backends.cuda.enable_cudnn_sdp(False)  # it takes up to a second to plan each new shape
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._require_supported()
         self.layers = self._replace_attention()
