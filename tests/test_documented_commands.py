@@ -19,8 +19,8 @@ LINE = re.compile(r"^ *(?:machine \w+ +|\w+=\w+ |\$ )?tailrace ((?:.*\\\n)*.*)$"
 INLINE = re.compile(r"`tailrace ([^`]+)`")
 OF_SEVERAL = re.compile(r"\.\.\.|\[|\b[A-Z]{3,}\b(?!=)|^[\w-]+ (?:--\S+|render)$|^[\w-]+$")
 """Stands for several commands, or names an option."""
-OF_READERS = re.compile(r"own:|my_module:|rows\.jsonl|--resume")
-"""Stands for what a reader has written, or has run before."""
+OF_READERS = re.compile(r"own:|my_module:|rows\.jsonl|--resume|\bcuda\b")
+"""Stands for what a reader has written, has run before, or has a machine for."""
 PROGRAM = re.compile(r"python ((?:benchmarks|tools)/\w+\.py)((?:\s(?:--?\w+|[\w/.*-]+))*)")
 OPTION = re.compile(r'"(--\w+)"')
 
