@@ -117,3 +117,12 @@ async def test_a_single_turn_begins_with_a_text_or_with_the_messages_of_a_conver
         await agent(Task(TaskId("t"), "any", 0, {"prompt": prompt}), policy)
     assert policy.conversations[0] == policy.conversations[1]
     assert [message["role"] for message in policy.conversations[0]] == ["system", "user"]
+
+
+def test_a_single_turn_names_the_column_that_every_row_needs() -> None:
+    rows = [{"question": "Why?"}]
+    spec = EnvironmentSpec(name="any", agent=single_turn_agent(prompt="question"), train_tasks=rows)
+    assert spec.train_task(0)["question"] == "Why?"
+    other = EnvironmentSpec(name="any", agent=single_turn_agent(), train_tasks=rows)
+    with pytest.raises(DataError, match="task any/train/0 has no column 'prompt', which .* its columns are: question"):
+        other.train_task(0)

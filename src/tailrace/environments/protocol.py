@@ -246,7 +246,8 @@ class EnvironmentSpec:
     tools: tuple[ToolSpec, ...] = ()
     """Offered to the policy at every turn of a reset/step environment. An agent passes its own to `chat`."""
     required_columns: tuple[str, ...] = ()
-    """Columns that every task row must have; checked before a rollout starts."""
+    """Columns that every task row must have; checked before a rollout starts. Beside those that its agent has as an
+    attribute of this name."""
     columns: tuple[str, ...] = ()
     """Attributes of a reset/step environment to save beside each rollout. An agent uses `AgentResult.info`."""
     info_keys: tuple[str, ...] | None = None
@@ -316,6 +317,12 @@ class EnvironmentSpec:
         plays_async = self.environment is None or is_async_environment(self.environment)
         return self.trusted or plays_async or any(one is not None and is_async(one) for one in functions)
 
+    @property
+    def all_required_columns(self) -> tuple[str, ...]:
+        """With those of its agent."""
+        of_agent: tuple[str, ...] = getattr(self.agent, "required_columns", ())
+        return (*self.required_columns, *of_agent)
+
     def train_task(self, index: int, *, seed: int = 0) -> Task:
         """The task of a training row. Raises `DataError` for a row without a required column."""
         return self._task(self.train_task_id(index), self.train_tasks, index, seed)
@@ -332,7 +339,7 @@ class EnvironmentSpec:
         row = rows[index]
         if not isinstance(row, Mapping):
             raise DataError(f"task {task_id} is a {type(row).__name__}; a task row maps column names to values")
-        missing = [column for column in self.required_columns if column not in row]
+        missing = [column for column in self.all_required_columns if column not in row]
         if missing:
             have = ", ".join(sorted(row)) or "none"
             raise DataError(

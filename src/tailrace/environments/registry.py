@@ -156,7 +156,7 @@ def _with_tasks(spec: EnvironmentSpec, settings: EnvironmentSettings) -> Environ
 
 def _require_columns(spec: EnvironmentSpec) -> None:
     """Report a missing column before the run starts, not when its row is drawn."""
-    if spec.required_columns:
+    if spec.all_required_columns:
         for rows, make in ((spec.train_tasks, spec.train_task), (spec.eval_tasks, spec.eval_task)):
             is_written = isinstance(rows, list | tuple | JsonlRows | ArrowRows)
             for index in range(min(len(rows), _ROWS_CHECKED if is_written else 1)):

@@ -9,12 +9,13 @@ from tailrace.records import Message, Task
 def single_turn_agent(*, prompt: str = "prompt", system_prompt: str | None = None) -> Agent:
     """An agent that sends the task's `prompt` column: one user message, or a list of messages as it is.
 
-    It returns None: give the spec a `reward` function. The system prompt is optional.
+    It returns None: give the spec a `reward` function. The system prompt is optional. Every row needs the column.
     """
 
     async def agent(task: Task, policy: Policy) -> None:
         await policy.chat(opening_of(task, prompt=prompt, system_prompt=system_prompt))
 
+    agent.required_columns = (prompt,)  # type: ignore[attr-defined]
     return agent
 
 
