@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tailrace.cli import main
+from tailrace.errors import ModelError
 from tailrace.run.memory import describe_memory, gigabytes
 from tests.run.runs import TINY, environment, tiny_settings
 
@@ -86,6 +87,11 @@ def test_generators_that_run_already_are_not_this_machine_s(tmp_path: Path) -> N
 
 def test_a_model_that_is_not_here_is_told_and_costs_nothing_else() -> None:
     assert described("--model.name", "nobody/no-such-model").startswith("What it needs of memory is not known here: ")
+
+
+def test_a_bundled_model_that_there_is_not_is_an_error_anywhere() -> None:
+    with pytest.raises(ModelError, match="bundled are: quickstart"):
+        described("--model.name", "bundled:no-such-model")
 
 
 def test_an_adapter_that_the_model_cannot_have_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from tailrace.config import RunSettings
 from tailrace.errors import ModelError
 from tailrace.generation.memory import generator_memory
-from tailrace.models.loading import outline_of
+from tailrace.models.loading import BUNDLED_PREFIX, outline_of
 from tailrace.models.sizes import ModelSizes, model_sizes
 from tailrace.run.teacher import teacher_settings
 from tailrace.training.memory import (
@@ -23,10 +23,15 @@ _GB = 1e9
 
 
 def describe_memory(settings: RunSettings) -> list[str]:
-    """Lines for people. Imports transformers. Raises `SettingsError` for an adapter that the model cannot have."""
+    """Lines for people. Imports transformers.
+
+    Raises `ModelError` for a bundled model that there is not, `SettingsError` for an adapter that the model cannot have.
+    """
     try:
         outline = outline_of(settings.model.name)
     except ModelError as error:
+        if settings.model.name.startswith(BUNDLED_PREFIX):  # others may be found where the run will be
+            raise
         return [f"What it needs of memory is not known here: {error}"]
     sizes, adapter = model_sizes(outline), adapter_sizes(outline, settings.trainer.lora)
     trainer = _trainer(settings, sizes, adapter) if settings.trainer.feed == "batch" else ()
