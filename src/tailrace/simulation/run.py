@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from tailrace.environments import EnvironmentSpec
 from tailrace.generation.holding import HoldingGenerate
 from tailrace.rollouts import LoadedEnvironment, Rollouter, RolloutSettings
 from tailrace.scheduling import StreamScheduler, TaskSource, TaskStream, Verdict
@@ -188,23 +189,10 @@ class Simulation:
             hiccup=hiccup,
         )
         spec = modelled_environment(plan.load, seed=plan.seed, tasks=tasks or _ENOUGH_TASKS, disturbance=disturbance)
-        rollouts = RolloutSettings(
-            group_size=plan.load.group_size,
-            max_tokens=plan.load.max_tokens,
-            max_turns=plan.load.turns,
-            timeout_s=plan.load.timeout_s,
-            workers=0,
-        )
-        self._rollouter = Rollouter(
-            rollouts,
-            {spec.name: LoadedEnvironment.of(spec, rollouts)},
-            renderer=ModelledRenderer(plan.load.prompt_tokens),
-            generate=holding,
-        )
         stream = TaskStream([TaskSource(spec)], seed=plan.seed, max_epochs=None if tasks is None else 1)
         self.scheduler = StreamScheduler(
             stream,
-            self._rollouter,
+            _rollouter(plan, spec, holding),
             self.trainer.send,
             self.observer,
             settings=plan.scheduling,
@@ -332,6 +320,19 @@ class Simulation:
             timeline=self._timeline,
             journal=self.observer.journal,
         )
+
+
+def _rollouter(plan: SimulationPlan, spec: EnvironmentSpec, generate: HoldingGenerate) -> Rollouter:
+    load = plan.load
+    rollouts = RolloutSettings(
+        group_size=load.group_size,
+        max_tokens=load.max_tokens,
+        max_turns=load.turns,
+        timeout_s=load.timeout_s,
+        workers=0,
+    )
+    environments = {spec.name: LoadedEnvironment.of(spec, rollouts)}
+    return Rollouter(rollouts, environments, renderer=ModelledRenderer(load.prompt_tokens), generate=generate)
 
 
 def _fleet(plan: SimulationPlan, lengths: LengthSource, restart_s: float) -> ModelledFleet:
