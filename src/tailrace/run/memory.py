@@ -25,7 +25,8 @@ _GB = 1e9
 def describe_memory(settings: RunSettings) -> list[str]:
     """Lines for people. Imports transformers.
 
-    Raises `ModelError` for a bundled model that there is not, `SettingsError` for an adapter that the model cannot have.
+    Raises `ModelError` for a bundled model that there is not and `SettingsError` for an adapter that the model cannot
+    have.
     """
     try:
         outline = outline_of(settings.model.name)
