@@ -73,7 +73,7 @@ class SegmentGroup:
     """[borrowed tokens]: position in the row."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: torch.compile would look into it, and compile anew for each number of segments
 class Segments:
     """How a row is divided. Built once per row, shared by all layers."""
 
