@@ -124,5 +124,5 @@ def test_a_single_turn_names_the_column_that_every_row_needs() -> None:
     spec = EnvironmentSpec(name="any", agent=single_turn_agent(prompt="question"), train_tasks=rows)
     assert spec.train_task(0)["question"] == "Why?"
     other = EnvironmentSpec(name="any", agent=single_turn_agent(), train_tasks=rows)
-    with pytest.raises(DataError, match="task any/train/0 has no column 'prompt', which .* its columns are: question"):
+    with pytest.raises(DataError, match=r"task any/train/0 has no column 'prompt', which .* its columns are: question"):
         other.train_task(0)
