@@ -60,18 +60,26 @@ def on(cluster: RayNodes, *overrides: str) -> tuple[str, ...]:
 
 
 def role(run: Command, name: str) -> psutil.Process:
-    """The process of a role, known by the log that it writes; a raylet's worker started it."""
+    """The process of a role, known by the log that it writes; a raylet's worker started it.
+
+    Its children write it too, and may have lower numbers.
+    """
     log = str(run.folder / "logs" / f"{name}.log")
     deadline_s = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline_s:
         assert run.process.poll() is None, run.wait()
-        for process in psutil.process_iter():
-            try:
-                if any(file.path == log for file in process.open_files()):
+        writing = {process.pid: process for process in psutil.process_iter() if writes(process, log)}
+        with contextlib.suppress(psutil.Error):  # one of them ends
+            for process in writing.values():
+                if process.ppid() not in writing:
                     return process
-            except psutil.Error:
-                continue
     raise AssertionError(f"no {name} runs")
+
+
+def writes(process: psutil.Process, log: str) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return any(file.path == log for file in process.open_files())
+    return False
 
 
 def later_role(run: Command, name: str, ended: list[psutil.Process]) -> psutil.Process:
