@@ -126,8 +126,9 @@ def make_certificates(folder: Path) -> Path:
     folder.mkdir(exist_ok=True)
     curve = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
     authority = ("-CA", "authority.crt", "-CAkey", "authority.key")
+    signs = ("-addext", "keyUsage=critical,keyCertSign,cRLSign")  # from Python 3.13 on an authority has to say so
     for command in (
-        ("req", "-x509", *curve, "-keyout", "authority.key", "-out", "authority.crt", "-subj", "/CN=authority"),
+        ("req", "-x509", *curve, "-keyout", "authority.key", "-out", "authority.crt", "-subj", "/CN=authority", *signs),
         ("req", *curve, "-keyout", "server.key", "-out", "server.csr", "-subj", "/CN=redis"),
         ("x509", "-req", "-in", "server.csr", *authority, "-CAcreateserial", "-out", "server.crt", "-extfile", "names"),
     ):
