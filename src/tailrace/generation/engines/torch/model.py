@@ -44,7 +44,7 @@ class SlotModel:
         if self._autocast:
             _keep_precise(model)
         if self.device.type == "cuda":
-            torch.backends.cuda.enable_cudnn_sdp(False)  # it takes up to a second to plan each new shape
+            torch.backends.cuda.enable_cudnn_sdp(False)  # it plans each new shape, and shapes change all the time
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._require_supported()
         self.layers = self._replace_attention()
