@@ -19,8 +19,9 @@ LINE = re.compile(r"^ *(?:machine \w+ +|\w+=\w+ |\$ )?tailrace ((?:.*\\\n)*.*)$"
 INLINE = re.compile(r"`tailrace ([^`]+)`")
 OF_SEVERAL = re.compile(r"\.\.\.|\[|\b[A-Z]{3,}\b(?!=)|^[\w-]+ (?:--\S+|render)$|^[\w-]+$")
 """Stands for several commands, or names an option."""
-OF_READERS = re.compile(r"own:|my_module:|rows\.jsonl|--resume|\bcuda\b")
-"""Stands for what a reader has written, has run before, or has a machine for."""
+OF_READERS = re.compile(r"own:|my_module:|rows\.jsonl|--resume")
+"""Stands for what a reader has written, or has run before."""
+ON_GPUS = re.compile(r"\bcuda\b")
 PROGRAM = re.compile(r"python ((?:benchmarks|tools)/\w+\.py)((?:\s(?:--?\w+|[\w/.*-]+))*)")
 OPTION = re.compile(r'"(--\w+)"')
 
@@ -54,13 +55,19 @@ def programs() -> dict[str, set[str]]:
     return dict(found)
 
 
+@pytest.mark.parametrize("arguments", [one for one in trained() if ON_GPUS.search(one)])
+def test_settings_of_a_documented_command_for_gpus_are_there(arguments: str) -> None:
+    recipe, *settings = shlex.split(arguments)
+    assert load_settings(recipe, settings).trainer.device == "cuda"
+
+
 def test_there_are_such_commands() -> None:
     assert len(trained()) > 30
     assert len(others()) > 20
     assert len(programs()) > 30
 
 
-@pytest.mark.parametrize("arguments", trained())
+@pytest.mark.parametrize("arguments", [one for one in trained() if not ON_GPUS.search(one)])
 def test_a_documented_command_is_one_that_can_be_run(
     arguments: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
