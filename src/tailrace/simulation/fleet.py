@@ -12,6 +12,9 @@ from tailrace.simulation.lengths import LengthSource
 from tailrace.simulation.replica import ModelledReplica
 from tailrace.simulation.settings import EngineSettings, ModelledTrainerSettings
 
+_STARTED_AT_ONCE = 32
+"""In one turn of the loop: processes are heard of one by one, however many begin in the same second."""
+
 
 class ModelledFleet:
     """All replicas of a simulated run, and the router over them. Make it on a running event loop."""
@@ -35,8 +38,10 @@ class ModelledFleet:
     async def run(self) -> None:
         """Run every replica, again whenever it died, until cancelled."""
         async with asyncio.TaskGroup() as lives:
-            for name in self._names:
+            for number, name in enumerate(self._names, start=1):
                 lives.create_task(self._keep(name), name=name)
+                if number % _STARTED_AT_ONCE == 0:
+                    await asyncio.sleep(0)
 
     async def load(self, version: int) -> int:
         """Load weights into every live replica; the lowest version that they then hold."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from types import FrameType
 
+import numpy as np
 import pytest
 
 from tailrace.generation.engines.protocol import EngineStatistics
@@ -26,7 +28,7 @@ class Loading(ReplicaClient):
     """Loads weights for a while, each replica for another while."""
 
     def __init__(self, load_s: float) -> None:
-        self._load_s = load_s
+        self._load_s, self.loads = load_s, 0
         self._failed: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
 
     @property
@@ -37,6 +39,7 @@ class Loading(ReplicaClient):
         raise AssertionError("nothing is asked")
 
     async def load_model_state_dict(self, ref: ModelStateDictRef) -> int:
+        self.loads += 1
         await asyncio.sleep(self._load_s)
         return ref.version
 
@@ -58,31 +61,54 @@ def newest_first(number: int, replicas: int) -> float:
     return 2 - number / replicas
 
 
-async def calls_per_replica(replicas: int, versions: int, load_s: Callable[[int, int], float]) -> float:
-    """Of Python functions, for each version and replica, reports included."""
-    names = [f"generator-{number}" for number in range(replicas)]
+@contextlib.asynccontextmanager
+async def routed(clients: list[Loading]) -> AsyncIterator[tuple[Router, list[str]]]:
+    """A router that uses them, all of which may load at once, and their names."""
+    names = [f"generator-{number}" for number in range(len(clients))]
     router = Router(names, RouterSettings(loading_share=1), max_staleness=4)
-    clients = [Loading(load_s(number, replicas)) for number in range(replicas)]
     uses = [asyncio.create_task(router.use(*one, STATISTICS)) for one in zip(names, clients, strict=True)]
     await asyncio.sleep(1)
+    yield router, names
+    for use in uses:
+        use.cancel()
+    await asyncio.gather(*uses, return_exceptions=True)
+
+
+async def calls_per_replica(replicas: int, versions: int, load_s: Callable[[int, int], float]) -> float:
+    """Of Python functions, for each version and replica, reports included."""
     calls = 0
 
     def count(frame: FrameType, event: str, argument: object) -> None:
         nonlocal calls
         calls += event == "call"
 
-    sys.setprofile(count)
-    try:
-        for version in range(1, versions + 1):
-            await router.load_model_state_dict(ModelStateDictRef(version=version, uri="", num_bytes=0))
-            for name in names:
-                router.report(name, STATISTICS, 0)
-    finally:
-        sys.setprofile(None)
-    for use in uses:
-        use.cancel()
-    await asyncio.gather(*uses, return_exceptions=True)
+    async with routed([Loading(load_s(number, replicas)) for number in range(replicas)]) as (router, names):
+        sys.setprofile(count)
+        try:
+            for version in range(1, versions + 1):
+                await router.load_model_state_dict(published(version))
+                for name in names:
+                    router.report(name, STATISTICS, 0)
+        finally:
+            sys.setprofile(None)
     return calls / replicas / versions
+
+
+def published(version: int) -> ModelStateDictRef:
+    return ModelStateDictRef(version=version, uri="", num_bytes=0)
+
+
+async def loads_begun_by_turn(replicas: int) -> list[int]:
+    """In each turn of the event loop after new weights were published."""
+    clients = [Loading(load_s=1.0) for _ in range(replicas)]
+    async with routed(clients) as (router, _):
+        begun = [0]
+        loaded = asyncio.create_task(router.load_model_state_dict(published(1)))
+        while begun[-1] < replicas:
+            await asyncio.sleep(0)
+            begun.append(sum(client.loads for client in clients))
+        await loaded
+    return np.diff(begun).tolist()
 
 
 @pytest.mark.parametrize("load_s", [in_any_order, newest_first])
@@ -92,3 +118,7 @@ def test_new_weights_and_reports_cost_as_much_for_each_of_many_as_of_few(
 ) -> None:
     few, many = (run_in_virtual_time(calls_per_replica(replicas, 3, load_s)) for replicas in (FEW, MANY))
     assert many < 1.5 * few
+
+
+def test_new_weights_do_not_start_a_thousand_loads_in_one_turn_of_the_loop() -> None:
+    assert max(run_in_virtual_time(loads_begun_by_turn(1024))) <= 64
