@@ -76,9 +76,11 @@ def test_every_member_is_in_a_group_unscored_or_dropped(fates: list[str], cut: i
         if fate == "unscored":
             members[-1].reward = None
     back = [rollout for rollout, fate in zip(members, fates, strict=True) if fate != "dropped"]
-    scored = sort_scored(members, [Group(group_id, task, back[:cut]), Group(group_id, task, back[cut:])])
+    groups = [Group(group_id, task, part, [float(one.rollout_id) for one in part]) for part in (back[:cut], back[cut:])]
+    scored = sort_scored(members, groups)
     kept = [rollout for group in scored.groups for rollout in group.rollouts]
     sorted_into = {"scored": kept, "unscored": scored.unscored, "dropped": scored.dropped}
     for fate, rollouts in sorted_into.items():
         assert rollouts == [rollout for rollout, own in zip(members, fates, strict=True) if own == fate]
     assert all(group.rollouts for group in scored.groups)
+    assert all(group.advantages == [float(one.rollout_id) for one in group.rollouts] for group in scored.groups)

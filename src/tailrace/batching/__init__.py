@@ -4,7 +4,14 @@ Scored groups flow in; a `PlannedBatch` flows out, with its plan of rows and ran
 computed once, here. Pure functions, O(samples): nothing here waits, sends, knows a model, or looks at a token.
 """
 
-from tailrace.batching.advantages import INCREMENTAL, ZERO_SPREAD, compute_advantages, filter_reason, teaches_anyway
+from tailrace.batching.advantages import (
+    INCREMENTAL,
+    ZERO_SPREAD,
+    compute_advantages,
+    filter_reason,
+    required_advantages,
+    teaches_anyway,
+)
 from tailrace.batching.batches import FormedBatch, form_batch, reported_batch
 from tailrace.batching.packing import Packing
 from tailrace.batching.samples import STALE, SampledGroup, sample_group
@@ -22,6 +29,7 @@ __all__ = [
     "filter_reason",
     "form_batch",
     "reported_batch",
+    "required_advantages",
     "sample_group",
     "teaches_anyway",
 ]

@@ -9,7 +9,7 @@ import numpy as np
 
 from tailrace.batching.settings import AdvantageName
 from tailrace.errors import SettingsError
-from tailrace.records import DISTILLATION_WEIGHTS, TEACHER_LOGPROBS, Branch, Group, Rollout
+from tailrace.records import DISTILLATION_WEIGHTS, TEACHER_LOGPROBS, Branch, Float32Array, Group, Rollout
 
 INCREMENTAL: frozenset[AdvantageName] = frozenset({"mean", "rloo"})
 """Advantages that are a reward less a baseline of the siblings, so that they mean something before all are known.
@@ -74,6 +74,36 @@ def compute_advantages(group: Group, name: AdvantageName) -> None:
     """Fill `group.advantages` from its rewards, unless its scorer set them already."""
     if group.advantages is None:
         group.advantages = list(group_advantages(group.rewards, name))
+
+
+def required_advantages(group: Group) -> list[float | Float32Array]:
+    """The group's advantages. Raises `ValueError` unless each rollout has one, finite, and of its tokens' shape."""
+    if group.advantages is None:
+        raise ValueError(f"group {group.group_id} has no advantages yet")
+    if len(group.advantages) != len(group.rollouts):
+        raise ValueError(
+            f"group {group.group_id} has {len(group.advantages)} advantages for {len(group.rollouts)} rollouts"
+        )
+    for rollout, advantage in zip(group.rollouts, group.advantages, strict=True):
+        if not (np.isfinite(advantage).all() if isinstance(advantage, np.ndarray) else math.isfinite(advantage)):
+            raise ValueError(f"rollout {rollout.rollout_id} has an advantage that is not finite")
+        if isinstance(advantage, np.ndarray) and rollout.num_completion_tokens:
+            _require_one_each(rollout, advantage)
+    return group.advantages
+
+
+def _require_one_each(rollout: Rollout, advantages: Float32Array) -> None:
+    """Advantages of tokens are of those of the only branch that was sampled."""
+    sampled = [branch for branch in rollout.branches if branch.num_completion_tokens]
+    if len(sampled) != 1:
+        raise ValueError(
+            f"rollout {rollout.rollout_id} has {len(sampled)} branches; advantages per token need exactly one"
+        )
+    if advantages.shape != (sampled[0].num_tokens,):
+        raise ValueError(
+            f"rollout {rollout.rollout_id} has {sampled[0].num_tokens} tokens; its advantages per token have the shape "
+            f"{advantages.shape}"
+        )
 
 
 def filter_reason(group: Group, *, filter_zero_spread: bool) -> str | None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import numpy as np
-
+from tailrace.batching.advantages import required_advantages
 from tailrace.records import Branch, Float32Array, Group, Rollout, TrainingSample
 
 STALE = "stale"
@@ -32,10 +31,8 @@ def sample_group(group: Group, *, oldest_version: int, drop_stale: bool = False)
     Older ones stay as context and carry no loss; a rollout masked entirely, and with `drop_stale` every rollout with
     such a token, is left out as `filtered(stale)`. All branches of a rollout go together.
     """
-    if group.advantages is None:
-        raise ValueError(f"group {group.group_id} has no advantages yet")
     sampled = SampledGroup(group)
-    for rollout, advantage in zip(group.rollouts, group.advantages, strict=True):
+    for rollout, advantage in zip(group.rollouts, required_advantages(group), strict=True):
         _sample(sampled, rollout, advantage, oldest=oldest_version, drop_stale=drop_stale)
     return sampled
 
@@ -49,8 +46,6 @@ def _sample(
     if (num_fresh == 0 and not only_demonstrates) or (drop_stale and num_fresh < num_tokens):
         sampled.filtered.append((rollout, STALE if num_tokens else NOTHING_SAMPLED))
         return
-    if isinstance(advantage, np.ndarray):
-        _require_one_each(rollout, advantage)
     sampled.trained.append(rollout)
     sampled.loss_tokens.append(num_fresh)
     sampled.masked_tokens += num_tokens - num_fresh
@@ -68,20 +63,6 @@ def _sample(
         for index, (branch, count) in enumerate(zip(rollout.branches, fresh, strict=True))
         if count or (branch.num_weighted and not branch.num_completion_tokens)
     ]
-
-
-def _require_one_each(rollout: Rollout, advantages: Float32Array) -> None:
-    """Advantages of tokens are of those of the only branch that was sampled."""
-    sampled = [branch for branch in rollout.branches if branch.num_completion_tokens]
-    if len(sampled) != 1:
-        raise ValueError(
-            f"rollout {rollout.rollout_id} has {len(sampled)} branches; advantages per token need exactly one"
-        )
-    if advantages.shape != (sampled[0].num_tokens,):
-        raise ValueError(
-            f"rollout {rollout.rollout_id} has {sampled[0].num_tokens} tokens; its advantages per token have the shape "
-            f"{advantages.shape}"
-        )
 
 
 def _num_fresh(branch: Branch, oldest: int) -> int:

@@ -282,6 +282,9 @@ def sort_scored(members: Sequence[Rollout], groups: Sequence[Group]) -> Scored:
     unscored = [rollout for group in groups for rollout in group.rollouts if rollout.reward is None]
     kept = {rollout.rollout_id for group in groups for rollout in group.rollouts}
     for group in groups if unscored else ():
-        group.rollouts = [rollout for rollout in group.rollouts if rollout.reward is not None]
+        kept_places = [place for place, rollout in enumerate(group.rollouts) if rollout.reward is not None]
+        group.rollouts = [group.rollouts[place] for place in kept_places]
+        if group.advantages is not None:
+            group.advantages = [group.advantages[place] for place in kept_places]
     dropped = [rollout for rollout in members if rollout.rollout_id not in kept]
     return Scored([group for group in groups if group.rollouts], unscored, dropped)

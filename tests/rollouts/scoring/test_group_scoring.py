@@ -5,11 +5,24 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
+import numpy as np
 import pytest
 
+from tailrace.batching import sample_group
 from tailrace.environments import AgentResult, EnvironmentSpec, Message, Policy
 from tailrace.errors import EnvironmentFailed, ErrorBudgetSpent, InvalidReward, RolloutTimeout, ScoringFailed
-from tailrace.records import Group, GroupId, Reward, Rollout, RolloutId, SamplingParams, Task
+from tailrace.records import (
+    Branch,
+    Completion,
+    FinishReason,
+    Group,
+    GroupId,
+    Reward,
+    Rollout,
+    RolloutId,
+    SamplingParams,
+    Task,
+)
 from tailrace.rollouts import ChatRenderer, Rollouter, RolloutSettings
 from tailrace.rollouts.scoring import EndpointScorer, Teacher, TeacherPlan
 from tailrace.simulation.virtual_time import run_in_virtual_time
@@ -46,6 +59,21 @@ def rollouter(
 
 async def run(rollouts: Rollouter, spec: EnvironmentSpec) -> Rollout:
     return await rollouts.run(spec.train_task(0), rollout_id=RolloutId("r0"), group_id=GroupId("g0"))
+
+
+def played_group(spec: EnvironmentSpec, rewards: list[float]) -> Group:
+    """Rollouts of two context and two sampled tokens."""
+    task, group_id = spec.train_task(0), GroupId("g0")
+    rollouts = []
+    for number, reward in enumerate(rewards):
+        branch = Branch()
+        branch.extend_context(np.array([1, 2], np.int32))
+        branch.extend_completion(
+            Completion(np.array([3, 4], np.int32), np.zeros(2, np.float32), np.zeros(2, np.int32), FinishReason.STOP)
+        )
+        one = Rollout(RolloutId(f"r{number}"), group_id, task, SamplingParams(), [branch], reward=Reward(reward))
+        rollouts.append(one)
+    return Group(group_id, task, rollouts)
 
 
 def group_of(spec: EnvironmentSpec, number: int = 0) -> Group:
@@ -151,6 +179,58 @@ async def test_what_an_environment_scores_comes_after_the_teacher(renderer: Chat
             assert group.metrics["teacher_calls"] == 0
     assert groups["level"].advantages == [0.0]
     assert groups["rank"].rewards == [2.0]
+
+
+async def test_advantages_that_a_scorer_sets_stay_with_the_rollouts_that_it_sorted(renderer: ChatRenderer) -> None:
+    async def best_first(group: Group) -> Group:
+        group.rollouts = sorted(group.rollouts, key=lambda rollout: -group.rewards[group.rollouts.index(rollout)])
+        group.advantages = list(np.linspace(1, -1, len(group.rollouts)))
+        return group
+
+    spec = spec_of(score_group=best_first)
+    group = played_group(spec, rewards=[1.0, 3.0, 2.0])
+    async with rollouter(renderer, spec) as rollouts:
+        (scored,) = await rollouts.score(group)
+    assert [rollout.rollout_id for rollout in scored.rollouts] == ["r0", "r1", "r2"]
+    assert scored.advantages == [-1.0, 1.0, 0.0]
+    samples = sample_group(scored, oldest_version=0).samples
+    assert [(sample.rollout_id, sample.advantages) for sample in samples] == [("r0", -1.0), ("r1", 1.0), ("r2", 0.0)]
+
+
+@pytest.mark.parametrize(
+    ("advantages", "error"),
+    [
+        ([1.0], "group g0 has 1 advantages for 2 rollouts"),
+        ([1.0, float("nan")], "rollout r1 has an advantage that is not finite"),
+        ([1.0, [0.5, 0.5]], r"rollout r1 has 4 tokens; its advantages per token have the shape \(2,\)"),
+        ([1.0, "good"], "could not convert string to float"),
+        (1.0, "'float' object is not iterable"),
+    ],
+)
+async def test_advantages_of_which_no_batch_can_be_made_fail_the_groups_score(
+    renderer: ChatRenderer, advantages: object, error: str
+) -> None:
+    async def score(group: Group) -> Group:
+        group.advantages = advantages  # type: ignore[assignment]
+        return group
+
+    spec = spec_of(score_group=score)
+    async with rollouter(renderer, spec) as rollouts:
+        with pytest.raises(ScoringFailed, match=f"the advantages that score_group set: {error}"):
+            await rollouts.score(played_group(spec, rewards=[1.0, 0.0]))
+
+
+async def test_a_scorer_may_set_advantages_of_tokens(renderer: ChatRenderer) -> None:
+    async def later_is_better(group: Group) -> Group:
+        group.advantages = [[0, 0, 0.5, 1], 0]  # type: ignore[list-item]
+        return group
+
+    spec = spec_of(score_group=later_is_better)
+    async with rollouter(renderer, spec) as rollouts:
+        (scored,) = await rollouts.score(played_group(spec, rewards=[1.0, 0.0]))
+    first, second = sample_group(scored, oldest_version=0).samples
+    assert np.array_equal(first.advantages, np.array([0, 0, 0.5, 1], np.float32))
+    assert second.advantages == 0.0
 
 
 async def test_results_for_a_group_replace_the_rewards_and_keep_what_came_with_them(renderer: ChatRenderer) -> None:

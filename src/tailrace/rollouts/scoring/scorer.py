@@ -11,14 +11,17 @@ what came in: rollouts in submission order, with their metadata, metrics and tok
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any, TypeAlias
 
+import numpy as np
+
+from tailrace.batching import required_advantages
 from tailrace.environments import AgentResult, ScoreGroup
 from tailrace.environments.results import as_agent_result, finite_number
 from tailrace.errors import InvalidReward, ScoringFailed
-from tailrace.records import Group, Reward, Rollout
+from tailrace.records import Group, Reward, Rollout, RolloutId
 from tailrace.rollouts.error_budget import RAISE, ErrorBudget, ErrorTally
 
 ScoreRollout: TypeAlias = Callable[[Rollout, AgentResult], Awaitable[AgentResult]]
@@ -183,13 +186,34 @@ def adopted(returned: object, group: Group, members: Sequence[Rollout]) -> list[
                     f"task {group.task.task_id}: score_group returned rollout {rollout.rollout_id} {what}"
                 )
             seen.add(rollout.rollout_id)
-        part.rollouts = sorted(part.rollouts, key=lambda rollout: order[rollout.rollout_id])
+        _adopt_advantages(part)
+        _sort(part, order)
         if part is not group:
             part.index = group.index
             part.metadata = {**group.metadata, **part.metadata}
             own = {} if part.metrics is group.metrics else part.metrics
             part.metrics = {**group.metrics, **own} if number == 0 else own  # sums: counted once
     return groups
+
+
+def _adopt_advantages(part: Group) -> None:
+    """What `score_group` set may be any numbers and arrays. Raises `ScoringFailed` where no batch can be made of it."""
+    if part.advantages is None:
+        return
+    try:
+        arrays = [np.asarray(advantage, np.float32) for advantage in part.advantages]
+        part.advantages = [array if array.ndim else float(array) for array in arrays]
+        required_advantages(part)
+    except (TypeError, ValueError) as error:
+        raise ScoringFailed(f"task {part.task.task_id}: the advantages that score_group set: {error}") from error
+
+
+def _sort(part: Group, order: Mapping[RolloutId, int]) -> None:
+    """Its rollouts, and each one's advantage with it."""
+    places = sorted(range(len(part.rollouts)), key=lambda place: order[part.rollouts[place].rollout_id])
+    part.rollouts = [part.rollouts[place] for place in places]
+    if part.advantages is not None:
+        part.advantages = [part.advantages[place] for place in places]
 
 
 def _as_groups(returned: object, group: Group) -> Sequence[Group]:
