@@ -116,6 +116,10 @@ async def test_a_synchronous_reward_that_never_returns_is_killed_and_costs_its_r
         (environment("nowhere"), SettingsError, "has no 'nowhere'"),
         (environment("without_column"), DataError, "has no column 'word'"),
         ((*environment("never_returning"), "--rollouts.workers", "0"), SettingsError, "rollouts.workers is 0"),
+        (
+            ("--scheduling.group_release", "early", "--environment.judge.rubric", "which is best"),
+            *(SettingsError, "environment 'words' scores whole groups"),
+        ),
         (("--environment.name", "alfabet-sort"), SettingsError, "did you mean 'alphabet-sort'"),
         (("--model.name", "bundled:slowstart"), ModelError, "no such bundled model; bundled are: quickstart"),
         (("--model.name", "./nowhere"), ModelError, "is no folder"),

@@ -121,6 +121,47 @@ def test_a_judge_that_is_away_for_half_a_minute_does_not_end_the_run() -> None:
     run_in_virtual_time(run())
 
 
+def test_a_judge_that_stays_away_ends_the_run_though_rollouts_come_back() -> None:
+    async def run() -> None:
+        world = make_world(spread, rows=64, epochs=None, max_failing_s=100.0)
+        world.runner.pause_s = 1.0
+
+        async def away(group: Group) -> list[Group]:
+            raise ScoringFailed("the judge is away")
+
+        world.runner.score = away  # type: ignore[method-assign]
+        with pytest.raises(ExceptionGroup) as caught:
+            await world.run()
+        says = r"for 1\d\d s \(scheduling.max_failing_s\) groups failed and none was scored.*the judge is away"
+        assert caught.group_contains(TrainingError, match=says, depth=None)
+
+    run_in_virtual_time(run())
+
+
+def test_two_groups_that_fail_long_after_each_other_end_no_run_whose_other_rollouts_come_back() -> None:
+    failing = {range(8, 12): 1, range(20, 24): 6}  # numbers of rollouts, and after how many hundred seconds
+
+    def pauses(number: int) -> int:
+        return next((pause for numbers, pause in failing.items() if number in numbers), 3 + number % 6)
+
+    async def run() -> None:
+        fails = {number for numbers in failing for number in numbers}
+        world = make_world(
+            lambda number: "timeout" if number in fails else spread(number),
+            rows=16,
+            pauses=pauses,
+            max_running=64,
+            max_retries=0,
+            max_failing_s=300.0,
+        )
+        world.runner.pause_s = 100.0
+        await world.run()
+        assert world.scheduler.ledger.reasons(TerminalState.FAILED) == {"timeout": 8}
+        assert world.scheduler.ledger.total(TerminalState.TRAINED) == 64 - 8
+
+    run_in_virtual_time(run())
+
+
 @pytest.mark.parametrize(
     ("reward", "says"),
     [

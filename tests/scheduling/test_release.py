@@ -121,6 +121,19 @@ async def test_a_group_of_equal_rewards_waits_and_is_filtered() -> None:
     assert world.recorder.filtered["zero_spread"] == 1
 
 
+async def test_a_rollout_that_could_not_be_scored_is_put_aside_and_its_siblings_are_trained_on() -> None:
+    world = make_world(
+        lambda number: "unscored" if number % 4 == 0 else float(number % 2),
+        rows=8,
+        max_staleness=9,
+        group_release="early",
+    )
+    await world.run()
+    ledger = world.scheduler.ledger
+    assert ledger.reasons(TerminalState.FILTERED) == {"unscored": 8}
+    assert (ledger.total(TerminalState.TRAINED), ledger.in_flight) == (24, 0)
+
+
 async def test_a_later_failure_changes_no_advantage_that_was_used() -> None:
     world = make_world(
         lambda number: "timeout" if number == 3 else float(number % 2),

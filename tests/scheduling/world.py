@@ -30,6 +30,7 @@ from tailrace.records import (
     TerminalState,
 )
 from tailrace.scheduling import SchedulingSettings, StreamScheduler, TaskSource, TaskStream
+from tailrace.scheduling.groups import UNSCORED
 
 FAILURES = {error.reason: error for error in (RolloutTimeout, EnvironmentFailed, WorkerLost)}
 
@@ -80,7 +81,7 @@ class ScriptedRunner:
     """Each rollout's fate is a function of its number, counted over the run."""
 
     fate: Callable[[int], str | float]
-    """A reward, or the reason of a failure."""
+    """A reward, the reason of a failure, or that the reward failed and the rollout is kept unscored."""
     pauses: Callable[[int], int] = lambda number: number % 5
     version: Callable[[], int] = lambda: 0
     pause_s: float = 0.0
@@ -108,9 +109,11 @@ class ScriptedRunner:
                     await held.wait()
                 versions.append(self.version())
             fate = self.fate(number)
-            if isinstance(fate, str):
+            if isinstance(fate, str) and fate != UNSCORED:
                 raise FAILURES[fate]("scripted")
-            return make_rollout(task, group_id, rollout_id, reward=fate, versions=versions)
+            rollout = make_rollout(task, group_id, rollout_id, reward=0.0, versions=versions)
+            rollout.reward = None if isinstance(fate, str) else Reward(fate)
+            return rollout
         finally:
             self.live -= 1
 

@@ -52,10 +52,11 @@ def load_environments(
                 f"rollouts.workers is 0, but environment {spec.name!r} has synchronous code that is not trusted, which "
                 "runs in a worker process: raise it, or write environment.trusted = true if that code returns soon"
             )
-        if settings.scheduling.group_release == "early" and spec.score_group is not None:
+        if settings.scheduling.group_release == "early" and spec.scores_groups:
             raise SettingsError(
                 f"scheduling.group_release = 'early' needs a reward per rollout, but environment {spec.name!r} scores "
-                "whole groups (score_group): leave scheduling.group_release out"
+                "whole groups (score_group, a judge, or a reward with together = true): leave "
+                "scheduling.group_release out"
             )
         is_apart, stays_because = _is_apart(settings, chosen, spec, is_given=chosen.name in given)
         loaded[spec.name] = LoadedEnvironment.of(

@@ -112,11 +112,18 @@ class GroupPlayer:
                 member.rollout_id = self._accounts.admit(RolloutId(f"{group.group_id}.{number}.{attempt}"))
             member.rollout = await self._attempt(task, group, member, attempt)
             if member.rollout is not None:
-                self._observer.rollout_finished(member.rollout)
-                group.finished.append(member)
-                self._learn(group, member.rollout)
+                self._finish(group, member, member.rollout)
                 return
             member.rollout_id = None
+
+    def _finish(self, group: OpenGroup, member: Member, rollout: Rollout) -> None:
+        self._observer.rollout_finished(rollout)
+        if group.release is not None and rollout.reward is None:  # its reward failed, and no group's score comes later
+            self._accounts.end([rollout], Outcome.filtered(UNSCORED))
+            member.rollout_id = member.rollout = None
+            return
+        group.finished.append(member)
+        self._learn(group, rollout)
 
     async def _attempt(self, task: Task, group: OpenGroup, member: Member, attempt: int) -> Rollout | None:
         rollout_id = member.rollout_id
@@ -132,6 +139,7 @@ class GroupPlayer:
             member.failures += 1
         else:
             self._backoff.came_back(task.environment, "rollouts", now_s=self._now_s())
+            self._untrainable.came_back()
             return rollout
         self._accounts.lose(rollout_id, outcome, message)
         return None
@@ -210,7 +218,7 @@ class GroupPlayer:
     def _end_untrainable(self, group: OpenGroup) -> None:
         """Nothing of the group will be trained on."""
         if group.stop is None and group.failure:
-            self._untrainable.fail(group.failure, now_s=self._now_s())
+            self._untrainable.fail(group.failure, "scores" if group.finished else "rollouts", now_s=self._now_s())
         elif group.stop is None or group.stop.reason not in (REQUEUED, STRAGGLER):
             self._untrainable.extend(group.size)
         if group.stop is not None and group.stop.restarts_task:

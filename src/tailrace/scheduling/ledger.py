@@ -8,8 +8,14 @@ from collections.abc import Callable, Iterable, Mapping
 
 from tailrace.errors import AccountingError, NothingLeft, TrainingError
 from tailrace.records import Group, Outcome, Rollout, RolloutId, TerminalState
+from tailrace.scheduling.backoff import Part
 from tailrace.scheduling.equal_rewards import EqualRewards
 from tailrace.scheduling.observer import SchedulerObserver
+
+_MISSING: dict[Part, str] = {
+    "rollouts": "rollouts failed and none came back",
+    "scores": "groups failed and none was scored",
+}
 
 
 class Ledger:
@@ -123,24 +129,28 @@ class UntrainableStreak:
         reward_range: Callable[[str], tuple[float, float] | None] = lambda environment: None,
         max_failing_s: float = math.inf,
     ) -> None:
-        """`limit` counts rollouts, `max_failing_s` seconds in which groups fail and none is scored.
+        """`limit` counts rollouts, `max_failing_s` seconds in which groups fail and nothing comes back.
 
         `reward_range` of an environment is None while none of its tasks was trained.
         """
         self._limit, self._ledger, self._max_failing_s = limit, ledger, max_failing_s
         self._rollouts = self._expired = 0
-        self._failing_since_s: float | None = None
+        self._failing_since_s: dict[Part, float] = {}
         self._equal = EqualRewards(reward_range)
 
     def reset(self) -> None:
         """A group was trainable."""
         self._rollouts = 0
-        self._failing_since_s = None
+        self._failing_since_s.clear()
         self._equal.clear()
 
     def scored(self) -> None:
         """A group was scored, trainable or not: its environment works."""
-        self._failing_since_s = None
+        self._failing_since_s.clear()
+
+    def came_back(self) -> None:
+        """A rollout did; its group may take long yet, and its score may fail."""
+        self._failing_since_s.pop("rollouts", None)
 
     def equal(self, group: Group) -> None:
         """The rewards of a scored group are all equal."""
@@ -173,16 +183,16 @@ class UntrainableStreak:
                 f"was formed: it is older than scheduling.max_staleness allows, or empty. So far {self._reasons()}"
             )
 
-    def fail(self, failure: str, *, now_s: float) -> None:
-        """A group failed in a way that may pass. Raises `TrainingError` with the reasons when that goes on too long."""
-        if self._failing_since_s is None:
-            self._failing_since_s = now_s
-        lasted_s = now_s - self._failing_since_s
+    def fail(self, failure: str, part: Part, *, now_s: float) -> None:
+        """A group failed in a way that may pass: none of its rollouts came back, or they could not be scored.
+
+        Raises `TrainingError` with the reasons when that goes on too long.
+        """
+        lasted_s = now_s - self._failing_since_s.setdefault(part, now_s)
         if lasted_s >= self._max_failing_s:
             raise TrainingError(
-                f"there is nothing to train on: for {lasted_s:.0f} s (scheduling.max_failing_s) rollouts failed and no "
-                f"group was scored. The newest failure: {failure}. So far {self._reasons()}; the log has a traceback "
-                "of each kind"
+                f"there is nothing to train on: for {lasted_s:.0f} s (scheduling.max_failing_s) {_MISSING[part]}. The "
+                f"newest failure: {failure}. So far {self._reasons()}; the log has a traceback of each kind"
             )
 
     def _reasons(self) -> str:

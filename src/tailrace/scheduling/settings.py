@@ -102,8 +102,9 @@ class SchedulingSettings(BatchingSettings):
     max_failing_s: float = Field(
         300.0,
         ge=0,
-        description="Seconds in which rollouts fail and no group is scored that end the run: the longest outage of what"
-        " environments and judges call that it survives. An environment that fails pauses for up to 30 s at a time.",
+        description="Seconds in which rollouts fail and none comes back, or groups fail and none is scored, that end"
+        " the run: the longest outage of what environments and judges call that it survives. An environment that fails"
+        " pauses for up to 30 s at a time.",
     )
 
     def staleness_bound(self, schedule: Schedule) -> int:
