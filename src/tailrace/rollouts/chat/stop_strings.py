@@ -69,11 +69,6 @@ class StopStrings:
         return any(string in text for string in self._strings)
 
 
-def listener_for(stop: Sequence[str], decode: Callable[[Sequence[int]], str]) -> StopStrings | None:
-    """Who listens for one string, or several; None where there is none. Raises `ValueError` for an empty one."""
-    if not stop:
-        return None
-    strings = [stop] if isinstance(stop, str) else list(stop)
-    if not all(strings):
-        raise ValueError(f"chat(stop={strings}): an empty string ends every reply before it begins")
-    return StopStrings(strings, decode)
+def listener_for(strings: Sequence[str], decode: Callable[[Sequence[int]], str]) -> StopStrings | None:
+    """Who listens for these; None where there is none."""
+    return StopStrings(strings, decode) if strings else None
