@@ -9,6 +9,7 @@ import pytest
 
 from tailrace.batching import sample_group
 from tailrace.errors import BudgetExceeded, EnvironmentFailed, RequestRefused, RolloutError, SettingsError
+from tailrace.generation.rpc.messages import GenerateCall, unpack_calls
 from tailrace.records import (
     FinishReason,
     Group,
@@ -22,6 +23,7 @@ from tailrace.records import (
     ToolSpec,
 )
 from tailrace.rollouts import ChatRenderer, RolloutPolicy
+from tailrace.transport.channels import encode
 from tests.support.scripted_generate import Sampled, ScriptedGenerate
 
 ADD: ToolSpec = {"name": "add", "description": "adds", "parameters": {"type": "object", "properties": {}}}
@@ -463,6 +465,64 @@ async def test_a_turn_at_another_temperature_begins_a_branch_whose_past_bears_no
 async def test_a_temperature_that_cannot_be_trained_on_is_refused(renderer: ChatRenderer, temperature: float) -> None:
     with pytest.raises(ValueError, match=r"sampled at a temperature above 0"):
         await Talk(renderer).policy.chat([user("a")], temperature=temperature)
+
+
+async def test_numbers_may_be_numpys(renderer: ChatRenderer) -> None:
+    talk = Talk(renderer, ["Ada", "Leo"])
+    reply = await talk.policy.chat(
+        [user("a")], max_tokens=np.int64(7), temperature=np.float32(0.5), seed=np.int64(3), stop=np.array(["x", "y"])
+    )
+    tokens = np.concatenate([reply.prompt_token_ids, reply.completion.token_ids, [1]]).astype(np.int64)
+    await talk.policy.continue_tokens(tokens, max_tokens=np.uint8(5), stop_token_ids=np.array([2, 3]))
+    first, second = talk.generate.calls
+    assert (first.sampling.max_tokens, first.sampling.temperature) == (7, 0.5)
+    assert (second.sampling.max_tokens, second.sampling.stop_token_ids) == (5, (2, 3))
+    for call in talk.generate.calls:
+        (received,) = unpack_calls(encode(GenerateCall(call_id=0, request=call)))
+        assert received.request.sampling == call.sampling
+
+
+@pytest.mark.parametrize(
+    ("asked", "error"),
+    [
+        ({"max_tokens": 100 / 2}, r"chat\(max_tokens=50.0\) takes whole numbers: 100 // 2 is one"),
+        ({"max_tokens": True}, r"chat\(max_tokens=True\) takes whole numbers"),
+        ({"max_tokens": "64"}, r"chat\(max_tokens='64'\) takes whole numbers"),
+        ({"max_tokens": np.int64(0)}, r"chat\(max_tokens=0\) asks for no token"),
+        ({"temperature": "0.5"}, r"chat\(temperature='0.5'\) takes a number"),
+        ({"temperature": True}, r"chat\(temperature=True\) takes a number"),
+        ({"temperature": float("inf")}, r"a temperature above 0, and a finite one"),
+        ({"seed": 0.5}, r"chat\(seed=0.5\) takes whole numbers"),
+        ({"stop": [7]}, r"chat\(stop=\[7\]\) takes a string, or several"),
+        ({"stop": b"x"}, r"chat\(stop=b'x'\) takes a string, or several"),
+    ],
+)
+async def test_what_no_turn_can_have_is_refused_before_it_costs_one(
+    renderer: ChatRenderer, asked: dict[str, Any], error: str
+) -> None:
+    talk = Talk(renderer)
+    with pytest.raises((TypeError, ValueError), match=error):
+        await talk.policy.chat([user("a")], **asked)
+    with pytest.raises((TypeError, ValueError), match=error):
+        await talk.policy.continue_tokens(np.array([1, 2], np.int32), **asked)
+    assert (talk.rollout.turns, talk.generate.calls) == (0, [])
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "stop_token_ids", "error"),
+    [
+        ([0.5, 1.0], None, r"token_ids\) takes whole numbers, \[num_tokens\]; it was given float64 \[2\]"),
+        ([[1, 2]], None, r"it was given int64 \[1, 2\]"),
+        ([1, 2**31], None, r"token_ids\) holds numbers that no token has"),
+        ([1, 2], (0.5,), r"stop_token_ids=0.5\) takes whole numbers"),
+        ([1, 2], (2**31,), r"stop_token_ids\) holds 2147483648"),
+    ],
+)
+async def test_what_no_token_has_as_its_id_is_refused(
+    renderer: ChatRenderer, token_ids: Any, stop_token_ids: Any, error: str
+) -> None:
+    with pytest.raises((TypeError, ValueError), match=error):
+        await Talk(renderer).policy.continue_tokens(token_ids, stop_token_ids=stop_token_ids)
 
 
 async def test_a_greedy_evaluation_stays_greedy(renderer: ChatRenderer) -> None:

@@ -154,6 +154,31 @@ def test_what_a_cancelled_request_had_when_it_was_set_aside_is_told() -> None:
     run_in_virtual_time(main())
 
 
+def test_a_request_that_its_listener_ends_is_a_completion_of_what_was_heard() -> None:
+    async def main() -> None:
+        completed, cancelled, heard = list[Completion](), list[int](), list[int]()
+        recorded = RecordedGenerate(Interruptible(), completed.append, lambda request, tokens: cancelled.append(tokens))
+
+        def has_enough(chunk: Completion) -> None:
+            heard.append(chunk.num_tokens)
+            if len(heard) == 3:
+                raise ZeroDivisionError
+
+        asked = GenerationRequest(
+            request_id="a",
+            session_id="a",
+            group_id="g",
+            prompt_token_ids=np.zeros(1, np.int32),
+            sampling=SamplingParams(max_tokens=10),
+        )
+        with pytest.raises(ZeroDivisionError):
+            await recorded(asked, has_enough)
+        assert ([one.num_tokens for one in completed], cancelled) == ([3], [])
+        assert not completed[0].metrics.keys() & {"queue_s", "decode_s", "time_to_first_token_s"}  # means leave it out
+
+    run_in_virtual_time(main())
+
+
 def test_a_held_group_waits_with_its_tokens_and_new_requests_wait_as_well() -> None:
     async def main() -> None:
         engine = Interruptible()

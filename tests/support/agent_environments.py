@@ -71,6 +71,8 @@ async def misbehave(behave: str, policy: Policy, reply: Reply) -> dict[str, Json
         case "print":
             print("said by an agent")
             sys.stdout.flush()
+        case "ask for half a token":
+            await policy.chat([{"role": "user", "content": "go"}], max_tokens=3 / 2)  # type: ignore[arg-type]
         case "raise":
             raise ZeroDivisionError("of the user")
         case "wait":

@@ -1,17 +1,25 @@
-"""`Generate`, with callbacks for every completion and every cancelled request."""
+"""`Generate`, with callbacks for every request that ended and every one that was cancelled."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 
 from typing_extensions import override
 
-from tailrace.records import Completion, Generate, GenerationRequest, OnChunk
+from tailrace.generation.completions import joined
+from tailrace.records import Completion, FinishReason, Generate, GenerationRequest, OnChunk
+
+_HEARD = ("mixed_cache_tokens", "nonfinite_logprobs")
+"""What chunks tell of a completion's metrics: times and the rest come with an engine's last one."""
 
 
 class RecordedGenerate(Generate):
-    """Calls `generate`, then `on_completion`, or `on_request_cancelled` where the caller is cancelled before."""
+    """Calls `generate`, then `on_completion`, or `on_request_cancelled` where the caller is cancelled before.
+
+    A request that its listener ends (a stop string is there) is a completion of what was heard of it.
+    """
 
     def __init__(
         self,
@@ -25,18 +33,29 @@ class RecordedGenerate(Generate):
 
     @override
     async def __call__(self, request: GenerationRequest, on_chunk: OnChunk | None = None) -> Completion:
-        sampled = request.prefix_tokens
+        chunks, has_enough = list[Completion](), False
 
-        def count(chunk: Completion) -> None:
-            nonlocal sampled
-            sampled += chunk.num_tokens
+        def hear(chunk: Completion) -> None:
+            nonlocal has_enough
+            chunks.append(chunk)
             if on_chunk is not None:
+                has_enough = True
                 on_chunk(chunk)
+                has_enough = False
 
         try:
-            completion = await self._generate(request, count)
+            completion = await self._generate(request, hear)
         except asyncio.CancelledError:
-            self._on_request_cancelled(request, sampled)
+            self._on_request_cancelled(request, request.prefix_tokens + sum(chunk.num_tokens for chunk in chunks))
+            raise
+        except Exception:
+            if has_enough:
+                self._on_completion(_heard(request, chunks))
             raise
         self._on_completion(completion)
         return completion
+
+
+def _heard(request: GenerationRequest, chunks: list[Completion]) -> Completion:
+    heard = joined(request.prefix, chunks, FinishReason.STOP)
+    return replace(heard, metrics={name: heard.metrics[name] for name in _HEARD})

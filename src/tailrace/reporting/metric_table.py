@@ -138,7 +138,12 @@ _ROWS = (
     ("generation/preemptions", "requests", _SUM, "Times that a running request was stopped and computed again."),
     ("generation/mixed_cache_tokens", "tokens", _SUM, "Tokens sampled over keys and values partly of older weights."),
     ("generation/nonfinite_logprobs", "tokens", _SUM, "Sampled tokens whose log-probability was NaN or infinite."),
-    ("generation/completion_tokens", "tokens", _SUM, "Tokens sampled by the requests that ended."),
+    (
+        "generation/completion_tokens",
+        "tokens",
+        _SUM,
+        "Tokens of requests that ended; of one that a stop string ended, as many as had come.",
+    ),
     ("generation/load_model_state_dict_s", "s", _MEAN, "Time to install new weights between two engine steps."),
     ("generation/failed_loads", "loads", _SUM, "Versions that a generator could not install, however often it tried."),
     ("generator/replicas", "generators", _LAST, "Generators that serve the run."),

@@ -54,6 +54,7 @@ from tailrace.rollouts.chat.stop_strings import StopStringFound, StopStrings, li
 from tailrace.rollouts.chat.text_deltas import TextDeltas
 from tailrace.rollouts.chat.text_parts import as_text
 from tailrace.rollouts.endpoints import Endpoints, no_endpoints
+from tailrace.rollouts.turn_options import plain_options, plain_stop_token_ids, plain_token_ids, stop_strings
 from tailrace.rollouts.turn_sampling import turn_sampling
 from tailrace.tracing.phases import phase
 
@@ -155,10 +156,12 @@ class RolloutPolicy:
             BudgetExceeded: No turn or token is left for it.
             RequestRefused: The engine cannot take it (longer than the model's context, ...).
             EnvironmentFailed: The model's chat template refuses the conversation.
+            TypeError, ValueError: An option is not of its type, or out of its range; numpy's numbers are numbers.
             CancelledError: The rollout was cancelled, or has ended: nothing more is sampled for it.
         """
         task = await self._own_task()
-        messages = self._with_system_prompt(as_text(messages))
+        max_tokens, temperature, seed = plain_options(max_tokens, temperature, seed)
+        messages, stop = self._with_system_prompt(as_text(messages)), stop_strings(stop)
         listener = listener_for(stop, self._renderer.text)
         self._require_turn()
         with phase("render"):
@@ -191,7 +194,11 @@ class RolloutPolicy:
         task = await self._own_task()
         if self._system_prompt is not None:
             raise ValueError("rollouts.system_prompt cannot be put into a prompt of tokens: leave it out")
-        listener = listener_for(stop, self._renderer.text)
+        max_tokens, temperature, seed = plain_options(max_tokens, temperature, seed)
+        token_ids = plain_token_ids(token_ids)
+        if stop_token_ids is not None:
+            stop_token_ids = plain_stop_token_ids(stop_token_ids)
+        listener = listener_for(stop_strings(stop), self._renderer.text)
         self._require_turn()
         with phase("render"):
             temperature = self._branch_temperature(temperature)
@@ -335,8 +342,6 @@ class RolloutPolicy:
 
     def _branch_temperature(self, asked: float | None) -> float | None:
         """The temperature of a turn's branch; None: the rollout's own. What is greedy by its settings stays so."""
-        if asked is not None and not asked > 0:
-            raise ValueError(f"chat(temperature={asked}): what is trained on is sampled at a temperature above 0")
         own = self._rollout.sampling.temperature
         return None if own in (0, asked) else asked
 
@@ -346,8 +351,8 @@ class RolloutPolicy:
         """Who reads along; None where a reply's tokens are not its text."""
         if not self._renderer.replies_in_plain_text(request.prompt_token_ids):
             return None
-        strings, ends = [stop] if isinstance(stop, str) else stop, request.sampling.stop_token_ids
-        return TextDeltas(on_text, decode=self._renderer.text, stop_token_ids=ends, stop=strings)
+        ends = request.sampling.stop_token_ids
+        return TextDeltas(on_text, decode=self._renderer.text, stop_token_ids=ends, stop=stop)
 
     # ---- what it may cost
 
@@ -368,8 +373,6 @@ class RolloutPolicy:
             if used >= most:
                 raise self._exhausted(f"its {used} tokens use up rollouts.max_rollout_tokens = {most}")
             limits.append(most - used)
-        if min(limits) < 1:
-            raise ValueError(f"chat(max_tokens={asked}) asks for no token; it must be 1 or above")
         return min(limits)
 
     def _require_turn(self) -> None:

@@ -84,8 +84,11 @@ def ipc_address(folder: Path, name: str) -> str:
     return f"{_IPC}{path}"
 
 
-def encode(message: msgspec.Struct | Sequence[msgspec.Struct]) -> bytes:
-    """A message, or several, as msgpack. Arrays of the types that records declare are raw bytes: see `decode_array`."""
+def encode(message: msgspec.Struct | Sequence[msgspec.Struct | msgspec.Raw]) -> bytes:
+    """A message, or several, as msgpack. Arrays of the types that records declare are raw bytes: see `decode_array`.
+
+    Raises `TypeError` for what msgpack does not know.
+    """
     return _ENCODER.encode(message)
 
 

@@ -2,6 +2,9 @@ from __future__ import annotations
 
 import asyncio
 
+import numpy as np
+import pytest
+
 from tailrace.generation.rpc.messages import AbortCall, AnyCall, Frames, UploadCall, unpack_calls
 from tailrace.generation.rpc.outbox import MOST_TOGETHER, Outbox
 from tailrace.generation.rpc.uploads import Upload
@@ -36,6 +39,16 @@ async def test_a_part_with_frames_goes_alone_after_what_waits() -> None:
     sent.outbox.put(AbortCall(call_id=2))
     await asyncio.sleep(0)
     assert sent.messages == [([0], ()), ([1], [b"ab"]), ([2], ())]
+
+
+async def test_a_part_that_cannot_be_sent_costs_whoever_put_it_and_no_other_part() -> None:
+    sent = Sent()
+    sent.outbox.put(AbortCall(call_id=0))
+    with pytest.raises(TypeError, match="a message cannot hold a int64"):
+        sent.outbox.put(AbortCall(call_id=np.int64(1)))  # type: ignore[arg-type]
+    sent.outbox.put(AbortCall(call_id=2))
+    await asyncio.sleep(0)
+    assert sent.messages == [([0, 2], ())]
 
 
 async def test_a_message_is_bounded() -> None:

@@ -5,7 +5,7 @@ import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from tailrace.errors import CorruptData, EngineFailed, ModelError, RequestRefuse
 from tailrace.generation.completions import joined
 from tailrace.generation.decisions import DEFAULT_WEIGHT_POLICY, WeightPolicy
 from tailrace.generation.engine_thread.generator import Generator
-from tailrace.generation.engines.protocol import Engine, FailureListener
+from tailrace.generation.engines.protocol import Engine, FailureListener, SampledTokens
 from tailrace.generation.engines.simulated import SimulatedEngine
 from tailrace.generation.rpc import messages
 from tailrace.generation.rpc.client import GeneratorClient
@@ -51,10 +51,11 @@ async def served(
     store: MemoryModelStateDictStore | None = None,
     brake: Brake | None = None,
     policy: WeightPolicy = DEFAULT_WEIGHT_POLICY,
+    new_engine: Callable[[], Engine] | None = None,
 ) -> AsyncIterator[GeneratorClient]:
     folder = create_socket_folder()
     address = ipc_address(folder, "generator")
-    generator = Generator(lambda: make_engine(model, brake), policy)
+    generator = Generator(new_engine or (lambda: make_engine(model, brake)), policy)
     server = GeneratorServer(generator, (store or MemoryModelStateDictStore()).open, address)
     serving = asyncio.create_task(server.serve())
     client = GeneratorClient(address)
@@ -221,6 +222,45 @@ async def test_a_call_that_cannot_be_read_costs_only_that_call(model) -> None:
             assert said in answer
         stranger.close(linger=0)
         assert (await good).num_tokens == 200
+
+
+async def test_a_call_that_cannot_be_read_costs_no_other_of_its_message(model) -> None:
+    async with served(model) as client:
+        asked = [ask(client, f"good {number}", [1, 2], max_tokens=5) for number in range(2)]
+        asked.insert(1, ask(client, "bad", [1, 2], max_tokens=5.5))
+        first, bad, last = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 20)
+        assert isinstance(bad, CorruptData)
+        assert "Expected `int`, got `float` - at `$.request.sampling.max_tokens`" in str(bad)
+        assert [one.num_tokens for one in (first, last) if isinstance(one, Completion)] == [5, 5]
+        assert client.failure is None
+
+
+async def test_a_request_that_cannot_be_sent_costs_no_other_of_its_turn(model) -> None:
+    async with served(model) as client:
+        asked = [ask(client, f"good {number}", [1, 2], max_tokens=5) for number in range(2)]
+        asked.insert(1, ask(client, "bad", [1, 2], max_tokens=np.int64(5)))
+        first, bad, last = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 20)
+        assert isinstance(bad, TypeError)
+        assert [one.num_tokens for one in (first, last) if isinstance(one, Completion)] == [5, 5]
+
+
+class MeasuresWithNumpy(SimulatedEngine):
+    def step(self) -> list[SampledTokens]:
+        reported = super().step()
+        for one in reported:
+            if one.request_id == "bad":
+                one.metrics["measured"] = np.float32(1)  # type: ignore[assignment]
+        return reported
+
+
+async def test_a_reply_that_cannot_be_sent_is_an_error_of_its_call_alone() -> None:
+    async with served(None, new_engine=lambda: MeasuresWithNumpy(step_s=0.0)) as client:
+        asked = [ask(client, name, [1, 2], max_tokens=5) for name in ("good", "bad")]
+        good, bad = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 20)
+        assert isinstance(good, Completion)
+        assert isinstance(bad, EngineFailed)
+        assert "a message cannot hold a float32" in str(bad)
+        assert client.failure is None
 
 
 async def test_cancelling_the_caller_aborts_the_remote_request(model) -> None:

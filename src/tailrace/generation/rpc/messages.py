@@ -190,6 +190,7 @@ class _CallId(msgspec.Struct):
 
 
 _CALL_IDS = msgspec.msgpack.Decoder(_CallId)
+_PARTS: msgspec.msgpack.Decoder[list[msgspec.Raw]] = msgspec.msgpack.Decoder(list[msgspec.Raw])
 _CALLS: msgspec.msgpack.Decoder[AnyCall | list[AnyCall]] = msgspec.msgpack.Decoder(
     AnyCall | list[AnyCall], dec_hook=decode_array
 )
@@ -203,6 +204,15 @@ def unpack_calls(message: bytes) -> list[AnyCall]:
     with guarded("a generator was sent what is no call"):
         calls = _CALLS.decode(message)
     return calls if isinstance(calls, list) else [calls]
+
+
+def parts_of(message: bytes) -> list[bytes]:
+    """What may be calls, one by one; the message itself where it is no array."""
+    try:
+        with guarded("there are no parts"):
+            return [bytes(part) for part in _PARTS.decode(message)]
+    except CorruptData:
+        return [message]
 
 
 def call_id_of(message: bytes) -> int:

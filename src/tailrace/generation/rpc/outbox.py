@@ -25,17 +25,22 @@ class Outbox(Generic[PartT]):
 
     def __init__(self, send: SendMessage) -> None:
         self._send, self._loop = send, asyncio.get_running_loop()
-        self._waiting: list[PartT] = []
+        self._waiting: list[bytes] = []
 
     def put(self, part: PartT, frames: Frames = ()) -> None:
-        """Send at the end of this turn, or at once with `frames`. Raises what sending raises where it is at once."""
+        """Send at the end of this turn, or at once with `frames`.
+
+        Raises `TypeError` for what msgpack does not know, which costs no other part, and what sending raises where it
+        is at once.
+        """
+        encoded = encode(part)
         if frames:
             self.flush()
-            self._send(encode(part), frames)
+            self._send(encoded, frames)
             return
         if not self._waiting:
             self._loop.call_soon(self.flush)
-        self._waiting.append(part)
+        self._waiting.append(encoded)
         if len(self._waiting) == MOST_TOGETHER:
             self.flush()
 
@@ -43,4 +48,4 @@ class Outbox(Generic[PartT]):
         """Send what waits. Raises what sending raises."""
         waiting, self._waiting = self._waiting, []
         if waiting:
-            self._send(encode(waiting[0] if len(waiting) == 1 else waiting), ())
+            self._send(waiting[0] if len(waiting) == 1 else encode([msgspec.Raw(one) for one in waiting]), ())

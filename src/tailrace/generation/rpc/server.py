@@ -23,7 +23,7 @@ from tailrace.errors import CorruptData, EngineFailed, LifecycleError, SettingsE
 from tailrace.generation.engine_thread.generator import Generator
 from tailrace.generation.rpc import messages
 from tailrace.generation.rpc.messages import AnyCall, AnyReply, Frames, GenerateCall
-from tailrace.generation.rpc.outbox import Outbox
+from tailrace.generation.rpc.outbox import MOST_TOGETHER, Outbox
 from tailrace.generation.rpc.uploads import UploadedModelStateDicts
 from tailrace.models.identity import ModelIdentity
 from tailrace.records import Completion, FinishReason, ModelStateDictRef
@@ -157,11 +157,20 @@ class GeneratorServer:
         client, header, *frames = await received(self._socket)
         try:
             calls = messages.unpack_calls(header)
-        except CorruptData as error:
-            _logger.warning("a client sent no valid call: %s", error)
-            self._reply(client, messages.pack_error(messages.call_id_of(header), error))
-            return True
+        except CorruptData:
+            calls = self._valid_calls(client, header)
         return all(self._begin(client, call, frames, group) for call in calls)
+
+    def _valid_calls(self, client: bytes, header: bytes) -> list[AnyCall]:
+        """Those of a message's calls that are some; each of the others is answered with what is wrong with it."""
+        calls, parts = list[AnyCall](), messages.parts_of(header)
+        for part in parts if len(parts) <= MOST_TOGETHER else [header]:
+            try:
+                calls += messages.unpack_calls(part)
+            except CorruptData as error:
+                _logger.warning("a client sent no valid call: %s", error)
+                self._reply(client, messages.pack_error(messages.call_id_of(part), error))
+        return calls
 
     def _begin(self, client: bytes, call: AnyCall, frames: Frames, group: asyncio.TaskGroup) -> bool:
         """A call's task; false where the call ends the server."""
@@ -214,9 +223,9 @@ class GeneratorServer:
                     reply = messages.ClosedReply(call_id=call_id)
                 case _:
                     raise SettingsError("a generator that no run started is not ended by one (generator.connect)")
+            self._reply(client, reply, arrays)
         except Exception as error:  # noqa: BLE001 - raised to the caller, with its type
-            reply = messages.pack_error(call_id, error)
-        self._reply(client, reply, arrays)
+            self._reply(client, messages.pack_error(call_id, error))
 
     def _reply(self, client: bytes, reply: AnyReply, arrays: Frames = ()) -> None:
         outbox = self._outboxes.get(client)

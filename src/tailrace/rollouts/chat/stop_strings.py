@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections import deque
 from collections.abc import Callable, Sequence
 
 from tailrace.generation.completions import head, joined
 from tailrace.records import Completion, FinishReason, OnChunk
+
+_REPLACEMENT = "\ufffd"
+_CHARACTER_BYTES = 4
+"""Of a character at most, and so tokens that a part of it can have."""
 
 
 class StopStringFound(Exception):
@@ -25,14 +31,19 @@ class StopStrings:
         """The one that ended the reply: the first in its text."""
         self._chunks: list[Completion] = []
         self._token_ids: list[int] = []
+        self._ends = deque([0])
+        """Where characters end: no string is before the last one; the first is far enough back to read on from."""
 
     def __call__(self, chunk: Completion) -> None:
         """Take in a chunk. Raises `StopStringFound` where one of the strings is there."""
-        start = len(self._token_ids)
         self._chunks.append(chunk)
         self._token_ids += chunk.token_ids.tolist()
-        if self._holds(self._token_ids[max(0, start - self._window) :]):
+        is_there, end = self._find(self._token_ids, self._ends[0])
+        if is_there and self._find(self._token_ids)[0]:
             raise StopStringFound
+        self._ends.append(end)
+        while len(self._ends) > 1 and self._ends[1] <= end - self._window:
+            self._ends.popleft()
 
     def after(self, other: OnChunk) -> OnChunk:
         """Both listen, the other one first, since this one may have heard enough."""
@@ -51,10 +62,11 @@ class StopStrings:
     def cut(self, completion: Completion) -> Completion:
         """The completion up to and with the token that completes one of the strings; all of it where none is there."""
         token_ids: list[int] = completion.token_ids.tolist()
-        if not self._holds(token_ids):
+        if not self._find(token_ids)[0]:
             return completion
-        ends = range(1, len(token_ids) + 1)
-        end = next(end for end in ends if self._holds(token_ids[max(0, end - self._window) : end]))
+        ends = range(len(token_ids) + 1)
+        most = bisect_left(ends, True, lo=self._ends[-1], key=lambda end: self._find(token_ids[:end])[0])
+        _, end = self._find(token_ids[:most])
         self.cut_tokens = len(token_ids) - end
         text = self._decode(token_ids[:end])
         self.found = min((one for one in self._strings if one in text), key=text.index)
@@ -64,16 +76,22 @@ class StopStrings:
         """The text before the first of the strings."""
         return text[: min((text.index(string) for string in self._strings if string in text), default=len(text))]
 
-    def _holds(self, token_ids: Sequence[int]) -> bool:
-        text = self._decode(token_ids)
-        return any(string in text for string in self._strings)
+    def _find(self, token_ids: Sequence[int], start: int = 0) -> tuple[bool, int]:
+        """Whether one of the strings is in the text from `start` on, and up to where: the last whole character's end.
+
+        A part of a character may hide the text before it (byte fallback: a run of bytes is text as a whole, or not at
+        all), so that text which ends with one is read without it, too.
+        """
+        last = len(token_ids)
+        for end in range(last, max(start, last - _CHARACTER_BYTES + 1) - 1, -1):
+            text = self._decode(token_ids[start:end])
+            if any(string in text for string in self._strings):
+                return True, end
+            if not text.endswith(_REPLACEMENT):
+                return False, end
+        return False, last
 
 
-def listener_for(stop: Sequence[str], decode: Callable[[Sequence[int]], str]) -> StopStrings | None:
-    """Who listens for one string, or several; None where there is none. Raises `ValueError` for an empty one."""
-    if not stop:
-        return None
-    strings = [stop] if isinstance(stop, str) else list(stop)
-    if not all(strings):
-        raise ValueError(f"chat(stop={strings}): an empty string ends every reply before it begins")
-    return StopStrings(strings, decode)
+def listener_for(strings: Sequence[str], decode: Callable[[Sequence[int]], str]) -> StopStrings | None:
+    """Who listens for these; None where there is none."""
+    return StopStrings(strings, decode) if strings else None
