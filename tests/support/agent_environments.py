@@ -264,6 +264,21 @@ async def compared(prompts: list[object], completions: list[object], **columns: 
     return [float(os.getpid()) for _ in completions]
 
 
+async def count_before(prompts: list[list[object]], completions: list[list[object]], **_: object) -> list[float]:
+    """How many messages came before the first reply, in hundreds, and from there on."""
+    return [100.0 * len(before) + len(after) for before, after in zip(prompts, completions, strict=True)]
+
+
+async def shown(task: Task, policy: Policy) -> None:
+    await policy.chat([{"role": role, "content": role} for role in ("user", "assistant", "user")])  # type: ignore[misc]
+
+
+def shown_before() -> EnvironmentSpec:
+    """The prompt shows an answer; scored by itself, and with its group."""
+    rewards = {"alone": NamedReward(count_before), "together": NamedReward(count_before, together=True)}
+    return EnvironmentSpec(name="shown_before", agent=shown, rewards=rewards, train_tasks=ROWS)
+
+
 def weighed() -> EnvironmentSpec:
     reward = NamedReward(compared, together=True)
     return EnvironmentSpec(name="weighed", agent=behaving, rewards={"compared": reward}, train_tasks=ROWS)

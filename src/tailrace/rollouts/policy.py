@@ -26,6 +26,7 @@ from tailrace.records import (
     Branch,
     Completion,
     FinishReason,
+    FirstReply,
     Generate,
     GenerationRequest,
     Int32Array,
@@ -46,6 +47,7 @@ from tailrace.rollouts.chat.conversations import (
     BranchConversation,
     Match,
     Turn,
+    first_reply_place,
     longest_match,
     longest_prefix,
 )
@@ -463,10 +465,12 @@ class RolloutPolicy:
         if listener is not None:
             message["content"] = listener.before(message["content"])
             self._count("cut_tokens", listener.cut_tokens)
+        if conversation.first_reply is None:
+            conversation.first_reply = FirstReply(first_reply_place(self._conversations, asked.messages))
         conversation.messages += [*asked.messages, message.copy()]
         drifted = self._renderer.drifts(completion)
         conversation.turns.append(Turn(len(conversation.messages), len(prompt), branch.num_tokens, drifted))
-        self._rollout.messages = list(conversation.messages)
+        self._rollout.messages, self._rollout.first_reply = list(conversation.messages), conversation.first_reply
         self._rollout.truncated |= completion.finish_reason is _LENGTH
         self._count("drifted_turns", float(drifted))
         self._count("tool_calls", len(parsed.tool_calls))

@@ -68,6 +68,16 @@ async def test_named_rewards_for_whole_groups_run_in_the_worker(renderer: ChatRe
     assert rewards == [pid] * 3
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+async def test_an_answer_that_the_prompt_shows_is_no_completion_of_a_rollout_or_group(
+    renderer: ChatRenderer, workers: int
+) -> None:
+    async with Run(renderer, "shown_before", workers=workers) as run:
+        members, _ = await scored(run, "well", "shown_before")
+    components = [rollout.reward.components for rollout in members if rollout.reward is not None]
+    assert components == [{"alone": 301.0, "together": 301.0}] * 3
+
+
 @pytest.mark.parametrize(
     ("behave", "message"),
     [

@@ -21,6 +21,7 @@ from tailrace.errors import CorruptData, LifecycleError, RolloutError, TailraceE
 from tailrace.guards import guarded
 from tailrace.records import (
     Completion,
+    FirstReply,
     GenerationRequest,
     GroupId,
     Message,
@@ -186,6 +187,7 @@ class Played(_Message, frozen=True, kw_only=True):
     truncated: bool
     report: bytes
     """`RolloutReport`."""
+    first_reply: FirstReply | None = None
     failure: Failure | None = None
     """It is lost."""
     score_failure: Failure | None = None

@@ -342,6 +342,7 @@ class AgentWorker:
             except CorruptData as error:
                 raise WorkerLost(f"task {rollout.task.task_id}: {self.name}: {error}") from error
             rollout.messages, rollout.metrics = report.messages, report.metrics
+            rollout.first_reply = played.first_reply
             rollout.turns, rollout.truncated = played.turns, played.truncated
         return report, played
 

@@ -15,7 +15,7 @@ from tailrace.environments.callables import is_async, settled
 from tailrace.environments.named_rewards import ScoredRollout, TrainerState, checked_values, weighted_sum
 from tailrace.environments.results import as_agent_result
 from tailrace.errors import InvalidReward
-from tailrace.records import Group, Rollout, Task
+from tailrace.records import FirstReply, Group, Rollout, Task
 from tailrace.rollouts.workers.pool import WorkerPool
 
 
@@ -88,11 +88,20 @@ class RewardFunctions:
 
 def _shown(rollout: Rollout) -> ScoredRollout:
     """What named functions see of it: its conversation, and the tokens of the branch that holds it."""
+    place = _first_reply(rollout).message
     if not rollout.branches:
-        return ScoredRollout(rollout.messages)
+        return ScoredRollout(rollout.messages, place)
     branch = rollout.branches[-1]
     first = int(branch.loss_mask.argmax()) if branch.num_completion_tokens else branch.num_tokens
-    return ScoredRollout(rollout.messages, branch.token_ids[first:].tobytes())
+    return ScoredRollout(rollout.messages, place, branch.token_ids[first:].tobytes())
+
+
+def _first_reply(rollout: Rollout) -> FirstReply:
+    """Where nobody kept it (conversations that others made, captures of earlier versions), by the messages' roles."""
+    if rollout.first_reply is not None:
+        return rollout.first_reply
+    roles = [message["role"] for message in rollout.messages]
+    return FirstReply(roles.index("assistant") if "assistant" in roles else len(roles))
 
 
 def _newest_version(rollout: Rollout) -> int:
