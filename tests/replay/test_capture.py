@@ -68,7 +68,7 @@ def group(number: int = 1) -> Group:
             SamplingParams(temperature=0.7),
             branches,
             messages=[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],
-            first_reply=FirstReply(1) if reward else None,
+            first_reply=FirstReply(1, 0, 3) if reward else None,
             reward=reward,
             turns=2,
             metrics={"generate_s": 0.5},

@@ -49,7 +49,7 @@ class ScoredRollout(msgspec.Struct, frozen=True):
     num_prompt_messages: int
     """So many of them came before the policy's first reply."""
     completion_ids: bytes = b""
-    """Its tokens from the first sampled one on, int32: those of tools and users between its turns included."""
+    """The completion's tokens from the first sampled one on, int32: those of tools and users between turns included."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,6 +68,10 @@ class FirstReply(msgspec.Struct, frozen=True):
 
     message: int
     """Its place in the rollout's `messages`; those before it may be of an assistant, too."""
+    branch: int | None
+    """Which of the rollout's `branches` holds the conversation; None where none is kept of it."""
+    token: int
+    """Place of its first token there; where the branch has but the reply's text, of the first token sampled there."""
 
 
 @dataclass(slots=True, eq=False)

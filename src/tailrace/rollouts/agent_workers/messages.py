@@ -316,5 +316,16 @@ def unpack_rollout_report(packed: bytes) -> RolloutReport:
         return RolloutReport(fields.messages, fields.metrics, _as_result(fields.reported), _as_result(fields.scored))
 
 
+def first_reply_of(played: Played) -> FirstReply | None:
+    """Where its conversation has its first reply. Raises `CorruptData` for a branch that was not sent."""
+    first = played.first_reply
+    if first is not None and first.branch is not None and not 0 <= first.branch < len(played.branches):
+        raise CorruptData(
+            f"an agent worker sent {len(played.branches)} branches of a rollout, and says that branch {first.branch} "
+            "holds its conversation"
+        )
+    return first
+
+
 def _as_result(fields: Mapping[str, Any] | None) -> AgentResult | None:
     return None if fields is None else AgentResult(**fields)

@@ -42,7 +42,7 @@ class BranchConversation:
     messages: list[Message] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
     first_reply: FirstReply | None = None
-    """Of the conversation, wherever it was sampled; None before the first turn ended."""
+    """Of the conversation, wherever it was sampled; None before there is one."""
     is_waiting: bool = False
     """A completion is being sampled; nothing else may extend it meanwhile."""
 

@@ -88,20 +88,22 @@ class RewardFunctions:
 
 def _shown(rollout: Rollout) -> ScoredRollout:
     """What named functions see of it: its conversation, and the tokens of the branch that holds it."""
-    place = _first_reply(rollout).message
-    if not rollout.branches:
-        return ScoredRollout(rollout.messages, place)
-    branch = rollout.branches[-1]
-    first = int(branch.loss_mask.argmax()) if branch.num_completion_tokens else branch.num_tokens
-    return ScoredRollout(rollout.messages, place, branch.token_ids[first:].tobytes())
+    first = rollout.first_reply or _guessed_first_reply(rollout)
+    if first.branch is None:
+        return ScoredRollout(rollout.messages, first.message)
+    token_ids = rollout.branches[first.branch].token_ids[first.token :]
+    return ScoredRollout(rollout.messages, first.message, token_ids.tobytes())
 
 
-def _first_reply(rollout: Rollout) -> FirstReply:
-    """Where nobody kept it (conversations that others made, captures of earlier versions), by the messages' roles."""
-    if rollout.first_reply is not None:
-        return rollout.first_reply
+def _guessed_first_reply(rollout: Rollout) -> FirstReply:
+    """Where nobody kept it (rollouts that others made, captures of earlier versions): by roles, on the last branch."""
     roles = [message["role"] for message in rollout.messages]
-    return FirstReply(roles.index("assistant") if "assistant" in roles else len(roles))
+    message = roles.index("assistant") if "assistant" in roles else len(roles)
+    if not rollout.branches:
+        return FirstReply(message, None, 0)
+    branch = rollout.branches[-1]
+    token = int(branch.loss_mask.argmax()) if branch.num_completion_tokens else branch.num_tokens
+    return FirstReply(message, len(rollout.branches) - 1, token)
 
 
 def _newest_version(rollout: Rollout) -> int:
