@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -11,6 +12,7 @@ from tailrace.records import (
     Branch,
     Completion,
     FinishReason,
+    FirstReply,
     Group,
     GroupId,
     PayloadChunk,
@@ -66,6 +68,7 @@ def group(number: int = 1) -> Group:
             SamplingParams(temperature=0.7),
             branches,
             messages=[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],
+            first_reply=FirstReply(1, 0, 3) if reward else None,
             reward=reward,
             turns=2,
             metrics={"generate_s": 0.5},
@@ -98,7 +101,7 @@ def test_a_group_comes_back_as_it_was(tmp_path: Path) -> None:
     assert read.advantages is not None
     assert read.advantages[0] == 0.5
     assert np.asarray(read.advantages[1]).tolist() == [0.25, -1.0]
-    for name in ("rollout_id", "sampling", "messages", "reward", "turns", "metrics"):
+    for name in ("rollout_id", "sampling", "messages", "first_reply", "reward", "turns", "metrics"):
         assert [getattr(one, name) for one in read.rollouts] == [getattr(one, name) for one in original.rollouts]
     branches = zip(read.rollouts[0].branches, original.rollouts[0].branches, strict=True)
     for one, other in branches:
@@ -113,6 +116,18 @@ def test_a_group_comes_back_as_it_was(tmp_path: Path) -> None:
         assert one.columns.keys() == other.columns.keys()
         for name, values in other.columns.items():
             np.testing.assert_array_equal(one.columns[name], values)
+
+
+def test_a_capture_of_before_first_replies_were_kept_is_read(tmp_path: Path) -> None:
+    folder = written(tmp_path, group())
+    (path,) = folder.glob("*.msgpack")
+    record = msgspec.msgpack.decode(path.read_bytes())
+    for rollout in record["rollouts"]:
+        del rollout["first_reply"]
+    path.write_bytes(msgspec.msgpack.encode(record))
+    (read,) = read_capture(folder)
+    assert [rollout.first_reply for rollout in read.rollouts] == [None, None]
+    assert [rollout.messages for rollout in read.rollouts] == [rollout.messages for rollout in group().rollouts]
 
 
 def test_only_the_first_steps_are_captured(tmp_path: Path) -> None:

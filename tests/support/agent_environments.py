@@ -266,6 +266,39 @@ async def compared(prompts: list[object], completions: list[object], **columns: 
     return [float(os.getpid()) for _ in completions]
 
 
+async def count_before(prompts: list[list[object]], completions: list[list[object]], **_: object) -> list[float]:
+    """How many messages came before the first reply, in hundreds, and from there on."""
+    return [100.0 * len(before) + len(after) for before, after in zip(prompts, completions, strict=True)]
+
+
+async def shown(task: Task, policy: Policy) -> None:
+    await policy.chat([{"role": role, "content": role} for role in ("user", "assistant", "user")])  # type: ignore[misc]
+
+
+def shown_before() -> EnvironmentSpec:
+    """The prompt shows an answer; scored by itself, and with its group."""
+    rewards = {"alone": NamedReward(count_before), "together": NamedReward(count_before, together=True)}
+    return EnvironmentSpec(name="shown_before", agent=shown, rewards=rewards, train_tasks=ROWS)
+
+
+async def sum_ids(completion_ids: list[list[int]], **_: object) -> list[float]:
+    return [float(sum(ids)) for ids in completion_ids]
+
+
+async def talk_to_several(task: Task, policy: Policy) -> None:
+    """Its last turn goes on with the first conversation, whose branch is neither the last nor where it was."""
+    messages: list[Message] = [{"role": "user", "content": "go"}]
+    policy.demonstrate([*messages, {"role": "assistant", "content": "well"}], weight=0.0)
+    reply = await policy.chat(messages)
+    await policy.chat([{"role": "user", "content": "help"}])
+    await policy.chat([*messages, reply.message, {"role": "user", "content": "go on"}])
+
+
+def several() -> EnvironmentSpec:
+    rewards = {"alone": NamedReward(sum_ids), "together": NamedReward(sum_ids, together=True)}
+    return EnvironmentSpec(name="several", agent=talk_to_several, rewards=rewards, train_tasks=ROWS)
+
+
 def weighed() -> EnvironmentSpec:
     reward = NamedReward(compared, together=True)
     return EnvironmentSpec(name="weighed", agent=behaving, rewards={"compared": reward}, train_tasks=ROWS)

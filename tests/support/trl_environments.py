@@ -170,6 +170,14 @@ def brief(completions: list[list[dict[str, Any]]], **columns: Any) -> list[float
     return [1.0 / len(completion) for completion in completions]
 
 
+def last_words(environments: list[Any], prompts: list[list[Any]], completions: list[list[Any]]) -> list[float]:
+    """Thousands of messages in the prompt, and of characters of the first message of the completion."""
+    return [
+        1000 * len(prompt) + len(completion[0]["content"])
+        for prompt, completion in zip(prompts, completions, strict=True)
+    ]
+
+
 def given_state(environments: list[Any], completion_ids: list[list[int]]) -> list[float]:
     return [0.0]
 
@@ -180,5 +188,11 @@ given = trl_environment(
         {"prompt": [{"role": "system", "content": "Count."}, {"role": "user", "content": "To 3"}], "target": 3},
         {"prompt": "To 2", "target": 2, "hint": ", please"},
     ],
+)
+shown_before = trl_environment(
+    Scoreless,
+    name="shown_before",
+    train_tasks=[{"prompt": [{"role": role, "content": role} for role in ("user", "assistant", "user")]}],
+    rewards={"last_words": last_words},
 )
 said = trl_environment(Scoreless, name="said", rewards={"said_so": NamedReward(said_so, 0.5), "brief": brief})

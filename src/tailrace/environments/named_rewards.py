@@ -3,10 +3,11 @@
     def right(prompts, completions, answer, **columns) -> list[float | None]:
         return [float(a in completion[-1]["content"]) for completion, a in zip(completions, answer)]
 
-A prompt is what came before the first reply, a completion everything from there on, both as messages; every column of
-the tasks' rows is a list, and so are `completion_ids`, the tokens of each completion. `trainer_state` has a
-`global_step` and `max_steps`. A function may be async. `None` means that it does not apply to that completion: it then
-adds nothing to the sum, and is not among the components.
+A prompt is what came before the policy's first reply (an assistant's messages in a row's `prompt` are of it), a
+completion everything from there on, both as messages; every column of the tasks' rows is a list, and so are
+`completion_ids`, the tokens of each completion. `trainer_state` has a `global_step` and `max_steps`. A function may be
+async. `None` means that it does not apply to that completion: it then adds nothing to the sum, and is not among the
+components.
 """
 
 from __future__ import annotations
@@ -45,8 +46,10 @@ class ScoredRollout(msgspec.Struct, frozen=True):
     """What named functions see of one rollout."""
 
     messages: list[Message]
+    num_prompt_messages: int
+    """So many of them came before the policy's first reply."""
     completion_ids: bytes = b""
-    """Its tokens from the first sampled one on, int32: those of tools and users between its turns included."""
+    """The completion's tokens from the first sampled one on, int32: those of tools and users between turns included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +72,6 @@ class NamedReward:
 
         `environments` are theirs, where the function is called beside them.
         """
-        halves = [_halves(rollout.messages) for rollout in rollouts]
         columns: dict[str, list[Json]] = {
             name: [task.row.get(name) for task in tasks]
             for name in dict.fromkeys(name for task in tasks for name in task.row)
@@ -83,7 +85,8 @@ class NamedReward:
             given["completion_ids"] = [np.frombuffer(one.completion_ids, np.int32).tolist() for one in rollouts]
         if accepted is not None:
             given = {name: value for name, value in given.items() if name in accepted}
-        prompts, completions = [before for before, _ in halves], [after for _, after in halves]
+        prompts = [one.messages[: one.num_prompt_messages] for one in rollouts]
+        completions = [one.messages[one.num_prompt_messages :] for one in rollouts]
         return self.function(prompts=prompts, completions=completions, **given)
 
 
@@ -117,12 +120,6 @@ def weighted_sum(values: Mapping[str, float | None], rewards: Mapping[str, Named
     if not metrics:
         return AgentResult()
     return AgentResult(math.fsum(rewards[name].weight * value for name, value in metrics.items()), metrics)
-
-
-def _halves(messages: Sequence[Message]) -> tuple[list[Message], list[Message]]:
-    roles = [message["role"] for message in messages]
-    first = roles.index("assistant") if "assistant" in roles else len(messages)
-    return list(messages[:first]), list(messages[first:])
 
 
 @cache

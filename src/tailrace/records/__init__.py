@@ -55,7 +55,7 @@ from tailrace.records.origins import SampleOrigins
 from tailrace.records.payload import ExpertArray, OpenPayload, PayloadChunk, PayloadRef, chunks_before, unrecorded
 from tailrace.records.payload_table import PayloadTable
 from tailrace.records.planned_batch import SUPPORT_COLUMNS, TOKEN_COLUMNS, PlannedBatch, Whitening
-from tailrace.records.rollout import Group, Outcome, Reward, Rollout, TerminalState
+from tailrace.records.rollout import FirstReply, Group, Outcome, Reward, Rollout, TerminalState
 from tailrace.records.sampling import SamplingParams
 from tailrace.records.scores import NO_TOKEN, TokenScores
 from tailrace.records.streamed import StreamedOrigin, StreamedSample
@@ -91,6 +91,7 @@ __all__ = [
     "FeedReport",
     "FeedSample",
     "FinishReason",
+    "FirstReply",
     "Float32Array",
     "Generate",
     "GenerationRequest",

@@ -63,6 +63,17 @@ class Outcome(msgspec.Struct, frozen=True):
         return cls(TerminalState.CANCELLED, reason)
 
 
+class FirstReply(msgspec.Struct, frozen=True):
+    """Where the conversation that a rollout is about stops being the prompt: at the first reply of the policy."""
+
+    message: int
+    """Its place in the rollout's `messages`; those before it may be of an assistant, too."""
+    branch: int | None
+    """Which of the rollout's `branches` holds the conversation; None where none is kept of it."""
+    token: int
+    """Place of its first token there; where the branch has but the reply's text, of the first token sampled there."""
+
+
 @dataclass(slots=True, eq=False)
 class Rollout:
     """One attempt of the policy at a task. Grows while its agent runs, final when the agent returned."""
@@ -73,7 +84,9 @@ class Rollout:
     sampling: SamplingParams
     branches: list[Branch] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
-    """The conversation, for people; never tokenized again."""
+    """The conversation of the latest turn, for people; never tokenized again."""
+    first_reply: FirstReply | None = None
+    """Of that conversation; None where no policy of this package had a turn in it."""
     reward: Reward | None = None
     turns: int = 0
     truncated: bool = False

@@ -26,6 +26,7 @@ from tailrace.records import (
     Branch,
     Completion,
     FinishReason,
+    FirstReply,
     Float32Array,
     Group,
     GroupId,
@@ -69,6 +70,8 @@ class _RolloutRecord(msgspec.Struct, frozen=True):
     times_s: tuple[float, float]
     metrics: dict[str, float]
     reward: tuple[float, dict[str, float], dict[str, Json]] | None
+    first_reply: FirstReply | None = None
+    """None in captures of versions that did not keep it, too."""
 
 
 class _GroupRecord(msgspec.Struct, frozen=True):
@@ -222,6 +225,7 @@ def _rollout_record(rollout: Rollout) -> _RolloutRecord:
         times_s=(rollout.started_s, rollout.ended_s),
         metrics=rollout.metrics,
         reward=None if reward is None else (reward.value, reward.components, reward.columns),
+        first_reply=rollout.first_reply,
     )
 
 
@@ -252,6 +256,7 @@ def _rollout(record: _RolloutRecord, task: Task, group_id: GroupId, branches: It
         sampling=record.sampling,
         branches=[next(branches) for _ in record.branches],
         messages=record.messages,  # type: ignore[arg-type]  # as they were written
+        first_reply=record.first_reply,
         reward=None if record.reward is None else Reward(*record.reward),
         turns=record.turns,
         truncated=record.truncated,

@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 from functools import partial
 
+import msgspec
+
 from tailrace.environments import Agent, AgentResult, EnvironmentSpec, Policy
 from tailrace.environments.callables import is_async_environment
 from tailrace.environments.outside import AnswerClient, OutsideAgent
@@ -171,4 +173,8 @@ async def _play_outside(
 
 def leave_out_empty_branches(rollout: Rollout) -> None:
     """A rollout that has ended keeps branches with something to learn from."""
-    rollout.branches = [one for one in rollout.branches if one.num_completion_tokens or one.num_weighted]
+    kept = [place for place, one in enumerate(rollout.branches) if one.num_completion_tokens or one.num_weighted]
+    rollout.branches = [rollout.branches[place] for place in kept]
+    if (first := rollout.first_reply) is not None:
+        branch = kept.index(first.branch) if first.branch in kept else None
+        rollout.first_reply = msgspec.structs.replace(first, branch=branch)

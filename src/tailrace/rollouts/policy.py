@@ -26,6 +26,7 @@ from tailrace.records import (
     Branch,
     Completion,
     FinishReason,
+    FirstReply,
     Generate,
     GenerationRequest,
     Int32Array,
@@ -46,6 +47,7 @@ from tailrace.rollouts.chat.conversations import (
     BranchConversation,
     Match,
     Turn,
+    first_reply_place,
     longest_match,
     longest_prefix,
 )
@@ -329,8 +331,10 @@ class RolloutPolicy:
         """A new branch that starts with the tokens shared with another one: context here, they bear loss there."""
         if any(message["role"] == "assistant" for message in messages[match.turn.num_messages :]):
             self._count("rewritten_turns", 1)
-        conversation = self._open(tools, temperature)
-        conversation.branch.extend_context(match.conversation.branch.token_ids[: match.turn.end_token])
+        conversation, shared = self._open(tools, temperature), match.conversation
+        conversation.branch.extend_context(shared.branch.token_ids[: match.turn.end_token])
+        assert shared.first_reply is not None  # it has a turn
+        conversation.first_reply = msgspec.structs.replace(shared.first_reply, branch=conversation.index)
         return conversation
 
     def _open(self, tools: list[ToolSpec] | None, temperature: float | None) -> BranchConversation:
@@ -466,10 +470,13 @@ class RolloutPolicy:
         if listener is not None:
             message["content"] = listener.before(message["content"])
             self._count("cut_tokens", listener.cut_tokens)
+        if conversation.first_reply is None:
+            place = first_reply_place(self._conversations, asked.messages)
+            conversation.first_reply = FirstReply(place, conversation.index, len(prompt))
         conversation.messages += [*asked.messages, message.copy()]
         drifted = self._renderer.drifts(completion)
         conversation.turns.append(Turn(len(conversation.messages), len(prompt), branch.num_tokens, drifted))
-        self._rollout.messages = list(conversation.messages)
+        self._rollout.messages, self._rollout.first_reply = list(conversation.messages), conversation.first_reply
         self._rollout.truncated |= completion.finish_reason is _LENGTH
         self._count("drifted_turns", float(drifted))
         self._count("tool_calls", len(parsed.tool_calls))

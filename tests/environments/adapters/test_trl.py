@@ -79,6 +79,12 @@ async def test_rewards_add_up_and_may_look_at_the_environment(renderer: ChatRend
     assert played.rollout.reward.value == pytest.approx(0.5 + 1 / 3)
 
 
+async def test_an_answer_that_the_rows_prompt_shows_is_no_completion(renderer: ChatRenderer) -> None:
+    played = await play(renderer, EnvironmentSettings(name=f"{HOME}:shown_before"), ["I said it."])
+    assert played.rollout.reward is not None
+    assert played.rollout.reward.value == 3000 + len("I said it.")
+
+
 async def test_functions_of_the_settings_add_to_the_classes_own_reward(renderer: ChatRenderer) -> None:
     rewards: Any = {"brief": {"function": f"{HOME}:brief", "weight": 0.5}}
     environment = EnvironmentSettings(name=f"{HOME}:Coroutines", rewards=rewards)

@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 
 from tailrace.environments import AgentResult
 from tailrace.errors import CorruptData, EnvironmentFailed, JudgeFailed, SettingsError, TailraceError
-from tailrace.records import Branch, Completion, FinishReason, Supports, Task, TaskId
+from tailrace.records import Branch, Completion, FinishReason, FirstReply, RolloutId, Supports, Task, TaskId
 from tailrace.rollouts.agent_workers.branches import BranchData
 from tailrace.rollouts.agent_workers.exit_report import ExitReport
 from tailrace.rollouts.agent_workers.messages import (
     Failure,
     Played,
     RolloutReport,
+    first_reply_of,
     pack_rollout_report,
     pack_task,
     unpack_report,
@@ -122,6 +123,23 @@ def test_a_report_with_a_broken_byte_is_refused_or_is_one(place: int, value: int
                 branch.branch()
     except CorruptData:
         pass
+
+
+@pytest.mark.parametrize("branch", [-1, 1])
+def test_a_conversation_on_a_branch_that_was_not_sent_is_refused(branch: int) -> None:
+    data = BranchData.of(branch_of([(3, 4, True)], seed=2))
+    report = Played(
+        rollout_id=RolloutId("r"),
+        branches=[data],
+        placed=None,
+        turns=1,
+        truncated=False,
+        report=b"",
+        first_reply=FirstReply(1, 0, 3),
+    )
+    assert first_reply_of(report) == report.first_reply
+    with pytest.raises(CorruptData, match=f"sent 1 branches of a rollout, and says that branch {branch} holds"):
+        first_reply_of(msgspec.structs.replace(report, first_reply=FirstReply(1, branch, 3)))
 
 
 def test_users_values_arrive_as_plain_ones() -> None:

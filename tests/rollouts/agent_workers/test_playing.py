@@ -30,6 +30,7 @@ def assert_equal_branches(first: Branch, second: Branch) -> None:
 
 def assert_equal_rollouts(first: Rollout, second: Rollout) -> None:
     assert first.messages == second.messages
+    assert first.first_reply == second.first_reply is not None
     assert (first.turns, first.truncated, first.attempt) == (second.turns, second.truncated, second.attempt)
     assert first.reward is not None
     assert second.reward is not None

@@ -68,6 +68,30 @@ async def test_named_rewards_for_whole_groups_run_in_the_worker(renderer: ChatRe
     assert rewards == [pid] * 3
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+async def test_an_answer_that_the_prompt_shows_is_no_completion_of_a_rollout_or_group(
+    renderer: ChatRenderer, workers: int
+) -> None:
+    async with Run(renderer, "shown_before", workers=workers) as run:
+        members, _ = await scored(run, "well", "shown_before")
+    components = [rollout.reward.components for rollout in members if rollout.reward is not None]
+    assert components == [{"alone": 301.0, "together": 301.0}] * 3
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+async def test_tokens_that_are_scored_are_of_the_latest_turns_branch(renderer: ChatRenderer, workers: int) -> None:
+    async with Run(renderer, "several", workers=workers) as run:
+        members, _ = await scored(run, "well", "several")
+    for rollout in members:
+        talk, helped = rollout.branches
+        (first, end), _ = talk.completion_spans
+        assert renderer.tokenizer.decode(talk.token_ids[first:end].tolist()) == "yes<|im_end|>"
+        assert helped.num_completion_tokens
+        total = float(talk.token_ids[first:].sum())
+        assert rollout.reward is not None
+        assert rollout.reward.components == {"alone": total, "together": total}
+
+
 @pytest.mark.parametrize(
     ("behave", "message"),
     [

@@ -4,27 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import os
+from functools import partial
+from typing import Any, Literal
 
 import pytest
 
 from tailrace.environments import (
+    Agent,
     EnvironmentSettings,
     EnvironmentSpec,
     Message,
     NamedReward,
     Observation,
+    Policy,
     Task,
     load_environment,
 )
 from tailrace.environments.named_rewards import checked_values, weighted_sum
 from tailrace.errors import EnvironmentFailed, InvalidReward, RolloutError, RolloutTimeout, SettingsError
-from tailrace.records import Group, GroupId, Reward, Rollout, RolloutId, SamplingParams
+from tailrace.records import Group, GroupId, Reward, Rollout, RolloutId, SamplingParams, ToolSpec
 from tailrace.rollouts import ChatRenderer, LoadedEnvironment, Rollouter, RolloutSettings
 from tests.support.loaded import loaded
 from tests.support.scripted_generate import ScriptedGenerate
 
 MODULE = "tests.support.named_rewards"
 MAX_STEPS = 160
+ADD: ToolSpec = {"name": "add", "description": "adds", "parameters": {"type": "object", "properties": {}}}
 
 
 def chosen(name: str = "plain", **rewards: object) -> EnvironmentSettings:
@@ -97,6 +102,122 @@ async def test_functions_get_the_tokens_of_completions_and_where_training_is(
         "tokens": 1000 * (len(sampled) + 1) + MAX_STEPS + sampled[0] / 100,  # the stop token is one of them
         "alone": len(sampled) + 1,
     }
+
+
+def said(role: Literal["system", "user", "assistant", "tool"], content: str) -> Message:
+    return {"role": role, "content": content}
+
+
+SHOWN = [said("user", "2+2?"), said("assistant", "four"), said("user", "3+3?")]
+"""A prompt that shows how to answer."""
+
+
+async def ask_once(_: Task, policy: Policy) -> None:
+    await policy.chat(SHOWN)
+
+
+async def prefill(_: Task, policy: Policy) -> None:
+    await policy.chat(SHOWN[:2])
+
+
+async def ask_twice(_: Task, policy: Policy, *, temperature: float | None = None) -> None:
+    reply = await policy.chat(SHOWN)
+    await policy.chat([*SHOWN, reply.message, said("user", "go on")], temperature=temperature)
+
+
+async def call_a_tool(_: Task, policy: Policy) -> None:
+    reply = await policy.chat(SHOWN, tools=[ADD])
+    await policy.chat([*SHOWN, reply.message, said("tool", "6")], tools=[ADD])
+
+
+async def call_a_tool_and_answer_without_any(_: Task, policy: Policy) -> None:
+    reply = await policy.chat(SHOWN, tools=[ADD])
+    await policy.chat([*SHOWN, reply.message, said("tool", "6")])
+
+
+async def ask_a_sub_agent_last(_: Task, policy: Policy) -> None:
+    await policy.chat([said("user", "plan")])
+    await policy.chat(SHOWN)
+
+
+async def ask_a_sub_agent_between(_: Task, policy: Policy) -> None:
+    first = await policy.chat(SHOWN)
+    await policy.chat([said("user", "help")])
+    await policy.chat([*SHOWN, first.message, said("user", "go on")])
+
+
+async def demonstrate_last(_: Task, policy: Policy) -> None:
+    await policy.chat(SHOWN)
+    policy.demonstrate([*SHOWN, said("assistant", "six")])
+
+
+async def demonstrate_in_vain_first(_: Task, policy: Policy) -> None:
+    policy.demonstrate([*SHOWN, said("assistant", "six")], weight=0.0)  # a branch that is left out in the end
+    await policy.chat(SHOWN)
+
+
+async def start_anew(_: Task, policy: Policy) -> None:
+    reply = await policy.chat([said("user", "long ago")])
+    await policy.chat([said("user", "in short"), said("assistant", f"I said {reply.content}"), said("user", "3+3?")])
+
+
+@pytest.mark.parametrize(
+    ("agent", "num_prompt", "completion"),
+    [
+        (ask_once, 3, ["one"]),
+        (prefill, 2, ["one"]),
+        (ask_twice, 3, ["one", "go on", "two"]),
+        (partial(ask_twice, temperature=0.5), 3, ["one", "go on", "two"]),
+        (call_a_tool, 3, ["one", "6", "two"]),
+        (ask_a_sub_agent_last, 3, ["two"]),
+        (ask_a_sub_agent_between, 3, ["one", "go on", "three"]),
+        (demonstrate_last, 3, ["one"]),
+        (demonstrate_in_vain_first, 3, ["one"]),
+        (start_anew, 3, ["two"]),
+    ],
+)
+@pytest.mark.parametrize("together", [False, True], ids=["alone", "together"])
+async def test_a_completion_begins_with_the_policys_first_reply_and_not_with_one_that_its_prompt_shows(
+    renderer: ChatRenderer, agent: Agent, num_prompt: int, completion: list[str], together: bool
+) -> None:
+    seen = await seen_of(renderer, agent, together=together)
+    assert len(seen["prompts"]) == num_prompt
+    assert [message["content"] for message in seen["completions"]] == completion
+    assert renderer.tokenizer.decode(seen["completion_ids"]) == in_chatml(seen["completions"])
+
+
+async def test_a_turn_that_has_but_the_text_of_those_before_begins_the_tokens_and_not_the_completion(
+    renderer: ChatRenderer,
+) -> None:
+    seen = await seen_of(renderer, call_a_tool_and_answer_without_any)
+    assert len(seen["prompts"]) == 3
+    assert [message["content"] for message in seen["completions"]] == ["one", "6", "two"]
+    assert renderer.tokenizer.decode(seen["completion_ids"]) == "two<|im_end|>"
+
+
+def in_chatml(messages: list[Message]) -> str:
+    """From the first reply's own first token to the last one's stop token."""
+    whole = "\n".join(f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>" for message in messages)
+    return whole.removeprefix("<|im_start|>assistant\n")
+
+
+async def seen_of(renderer: ChatRenderer, agent: Agent, *, together: bool = False) -> dict[str, Any]:
+    """What a named function is given of this agent's rollout, whose replies are one, two and three."""
+    seen: dict[str, Any] = {}
+
+    async def look(**given: list[Any]) -> list[float]:
+        seen.update({name: given[name][0] for name in ("prompts", "completions", "completion_ids")})
+        return [1.0]
+
+    rewards = {"look": NamedReward(look, together=together)}
+    spec = EnvironmentSpec(name="own", agent=agent, train_tasks=[{}], rewards=rewards)
+    generate = ScriptedGenerate(renderer.tokenizer, ["one", "two", "three"])
+    async with Rollouter(RolloutSettings(), loaded(spec), renderer=renderer, generate=generate) as rollouter:
+        task, group_id = spec.train_task(0), GroupId("g0")
+        rollout = await rollouter.run(task, rollout_id=RolloutId("r0"), group_id=group_id)
+        if together:
+            await rollouter.score(Group(group_id, task, [rollout]))
+    return seen
 
 
 async def test_a_function_that_never_returns_costs_one_rollout_and_not_the_others(renderer: ChatRenderer) -> None:

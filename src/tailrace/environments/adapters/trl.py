@@ -170,6 +170,7 @@ class TrlSession:
         self._environment = form.factory()
         self._tools = {tool["name"]: getattr(self._environment, tool["name"]) for tool in form.tools}
         self._messages: list[Message] = []
+        self._num_prompt_messages = 0
         self._tool_errors = 0
 
     def reset(self, task: Task) -> Awaitable[Observation]:
@@ -192,6 +193,7 @@ class TrlSession:
         with nullcontext() if is_async(self._environment.reset) else _drawing_alike(task):
             returned = await settled(self._environment.reset(**row))
         self._messages = _opening(task.row.get("prompt"), returned, self._form.name)
+        self._num_prompt_messages = len(self._messages)
         return Observation(self._messages.copy())
 
     async def _step(self, reply: Message) -> Observation:
@@ -236,7 +238,7 @@ class TrlSession:
         )
 
     async def _beside(self) -> AgentResult:
-        rollout, values = ScoredRollout(self._messages), {}
+        rollout, values = ScoredRollout(self._messages, self._num_prompt_messages), {}
         for name, reward in self._form.rewards.items():
             returned = await settled(reward.call([self._task], [rollout], TrainerState(), [self._environment]))
             (values[name],) = checked_values(returned, 1, name)

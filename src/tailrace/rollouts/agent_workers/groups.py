@@ -13,7 +13,7 @@ import numpy as np
 
 from tailrace.environments import AgentResult
 from tailrace.guards import guarded
-from tailrace.records import Float32Array, Group, GroupId, Reward, Rollout, RolloutId, SamplingParams, Task
+from tailrace.records import FirstReply, Float32Array, Group, GroupId, Reward, Rollout, RolloutId, SamplingParams, Task
 from tailrace.rollouts.agent_workers.branches import BranchData, ColumnData, columns_of, set_columns
 from tailrace.rollouts.agent_workers.values import pack_values, unpack_values
 from tailrace.rollouts.scoring.scorer import adopted
@@ -30,6 +30,7 @@ class RolloutData(msgspec.Struct, frozen=True, array_like=True):
     started_s: float
     ended_s: float
     attempt: int
+    first_reply: FirstReply | None
     values: bytes
 
     @classmethod
@@ -44,6 +45,7 @@ class RolloutData(msgspec.Struct, frozen=True, array_like=True):
             rollout.started_s,
             rollout.ended_s,
             rollout.attempt,
+            rollout.first_reply,
             _values_of(rollout),
         )
 
@@ -60,6 +62,7 @@ class RolloutData(msgspec.Struct, frozen=True, array_like=True):
             started_s=self.started_s,
             ended_s=self.ended_s,
             attempt=self.attempt,
+            first_reply=self.first_reply,
         )
         _set_values(made, self.values)
         return made

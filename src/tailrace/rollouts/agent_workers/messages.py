@@ -21,6 +21,7 @@ from tailrace.errors import CorruptData, LifecycleError, RolloutError, TailraceE
 from tailrace.guards import guarded
 from tailrace.records import (
     Completion,
+    FirstReply,
     GenerationRequest,
     GroupId,
     Message,
@@ -186,6 +187,7 @@ class Played(_Message, frozen=True, kw_only=True):
     truncated: bool
     report: bytes
     """`RolloutReport`."""
+    first_reply: FirstReply | None = None
     failure: Failure | None = None
     """It is lost."""
     score_failure: Failure | None = None
@@ -312,6 +314,17 @@ def unpack_rollout_report(packed: bytes) -> RolloutReport:
         fields = _UNCHECKED.decode(packed)
         require_shallow([fields.messages, fields.reported, fields.scored])
         return RolloutReport(fields.messages, fields.metrics, _as_result(fields.reported), _as_result(fields.scored))
+
+
+def first_reply_of(played: Played) -> FirstReply | None:
+    """Where its conversation has its first reply. Raises `CorruptData` for a branch that was not sent."""
+    first = played.first_reply
+    if first is not None and first.branch is not None and not 0 <= first.branch < len(played.branches):
+        raise CorruptData(
+            f"an agent worker sent {len(played.branches)} branches of a rollout, and says that branch {first.branch} "
+            "holds its conversation"
+        )
+    return first
 
 
 def _as_result(fields: Mapping[str, Any] | None) -> AgentResult | None:

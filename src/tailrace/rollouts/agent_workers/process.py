@@ -375,6 +375,7 @@ class AgentWorkerProcess:
             turns=rollout.turns,
             truncated=rollout.truncated,
             report=packed,
+            first_reply=rollout.first_reply,
             failure=failure,
             score_failure=outcome.score_failure,
         )

@@ -46,6 +46,7 @@ from tailrace.rollouts.agent_workers.messages import (
     ScoredBy,
     Taken,
     Withdraw,
+    first_reply_of,
     pack_task,
     unpack_report,
     unpack_rollout_report,
@@ -338,6 +339,7 @@ class AgentWorker:
         with phase("receive_rollout"):
             try:
                 rollout.branches = [data.branch() for data in played.branches]
+                rollout.first_reply = first_reply_of(played)
                 report = unpack_rollout_report(played.report)
             except CorruptData as error:
                 raise WorkerLost(f"task {rollout.task.task_id}: {self.name}: {error}") from error
@@ -400,7 +402,7 @@ class AgentWorker:
                 return msgspec.structs.replace(played, branches=self._process.read_branches(played.placed))
         except CorruptData as error:
             lost = WorkerLost(f"rollout {played.rollout_id}: {self.name}: {error}")
-            return msgspec.structs.replace(played, failure=Failure.of(lost))
+            return msgspec.structs.replace(played, first_reply=None, failure=Failure.of(lost))
         finally:
             self._connection.send(Taken(segment=played.placed.segment))
 

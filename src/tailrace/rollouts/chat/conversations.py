@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tailrace.records import Branch, Int32Array, Json, Message, ToolSpec
+from tailrace.records import Branch, FirstReply, Int32Array, Json, Message, ToolSpec
 
 _REPLACEMENT = "\ufffd"
 
@@ -41,6 +41,8 @@ class BranchConversation:
     tools: Sequence[ToolSpec] | None
     messages: list[Message] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
+    first_reply: FirstReply | None = None
+    """Of the conversation, wherever it was sampled; None before there is one."""
     is_waiting: bool = False
     """A completion is being sampled; nothing else may extend it meanwhile."""
 
@@ -107,6 +109,20 @@ def longest_prefix(conversations: Sequence[BranchConversation], token_ids: Int32
                     best = match
                 break
     return best
+
+
+def first_reply_place(conversations: Sequence[BranchConversation], messages: Sequence[Message]) -> int:
+    """How many of the `messages` that begin a branch were given to the policy before its first reply among them.
+
+    A branch may begin with the replies of others, by a fork, or where it could not go on with their tokens. All of the
+    messages, where none of the `conversations` begins like that.
+    """
+    shared = (
+        first.message
+        for conversation in conversations
+        if (first := conversation.first_reply) is not None and first.message < _common(conversation, messages)[0]
+    )
+    return min(shared, default=len(messages))
 
 
 def _rank(match: Match) -> tuple[int, bool]:

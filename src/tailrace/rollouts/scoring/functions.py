@@ -15,7 +15,7 @@ from tailrace.environments.callables import is_async, settled
 from tailrace.environments.named_rewards import ScoredRollout, TrainerState, checked_values, weighted_sum
 from tailrace.environments.results import as_agent_result
 from tailrace.errors import InvalidReward
-from tailrace.records import Group, Rollout, Task
+from tailrace.records import FirstReply, Group, Rollout, Task
 from tailrace.rollouts.workers.pool import WorkerPool
 
 
@@ -88,11 +88,22 @@ class RewardFunctions:
 
 def _shown(rollout: Rollout) -> ScoredRollout:
     """What named functions see of it: its conversation, and the tokens of the branch that holds it."""
+    first = rollout.first_reply or _guessed_first_reply(rollout)
+    if first.branch is None:
+        return ScoredRollout(rollout.messages, first.message)
+    token_ids = rollout.branches[first.branch].token_ids[first.token :]
+    return ScoredRollout(rollout.messages, first.message, token_ids.tobytes())
+
+
+def _guessed_first_reply(rollout: Rollout) -> FirstReply:
+    """Where nobody kept it (rollouts that others made, captures of earlier versions): by roles, on the last branch."""
+    roles = [message["role"] for message in rollout.messages]
+    message = roles.index("assistant") if "assistant" in roles else len(roles)
     if not rollout.branches:
-        return ScoredRollout(rollout.messages)
+        return FirstReply(message, None, 0)
     branch = rollout.branches[-1]
-    first = int(branch.loss_mask.argmax()) if branch.num_completion_tokens else branch.num_tokens
-    return ScoredRollout(rollout.messages, branch.token_ids[first:].tobytes())
+    token = int(branch.loss_mask.argmax()) if branch.num_completion_tokens else branch.num_tokens
+    return FirstReply(message, len(rollout.branches) - 1, token)
 
 
 def _newest_version(rollout: Rollout) -> int:
