@@ -477,6 +477,30 @@ def test_naming_another_environment_drops_the_arguments_of_the_old_one(write) ->
     assert (settings.environments[0].name, settings.environments[0].args) == ("reverse-text", {"length": 4})
 
 
+def test_an_environment_is_named_by_its_key_alone_as_by_its_name() -> None:
+    for overrides in (["--environment", "arithmetic"], ["--environment={name = 'arithmetic'}"]):
+        (chosen,) = load_settings("quickstart", [*overrides, "--environment.weight", "2"]).environments
+        assert (chosen.name, chosen.weight) == ("arithmetic", 2)
+    assert load_from_python("quickstart", {"environment": "arithmetic"})[0].environments[0].name == "arithmetic"
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--environment"], "environment.name is no switch, it needs a value, as in --environment.name VALUE"),
+        (["--environment", "3"], "environment.name = 3: input should be a valid string"),
+        (["--environment", "{}"], "environment.name is missing"),
+        (["--environment", "unset"], "environment.name is missing"),
+        (["--environments", "arithmetic"], "environments = 'arithmetic': it is a list"),
+        (["--=arithmetic"], " is no setting"),
+        (["--environment.", "arithmetic"], "environment. is no setting"),
+    ],
+)
+def test_no_key_is_ignored(given: list[str], message: str) -> None:
+    with pytest.raises(SettingsError, match=f"^command line: {message}"):
+        load_settings("quickstart", given)
+
+
 def test_the_schedule_sets_the_default_staleness() -> None:
     staleness = {
         schedule: load_settings("quickstart", ["--schedule", schedule]).max_staleness

@@ -12,16 +12,20 @@ from tailrace.errors import SettingsError
 from tailrace.training.settings.losses import DEFAULT_LOSS, CommonLossSettings
 
 LOSS_NAME = ("trainer", "loss", "name")
+_FIRST = frozenset({("environment",), ("environment", "name"), LOSS_NAME})
+"""What decides which settings of the file's are left is laid over it before the others."""
 _UNSET = object()
 
 
 def parse_overrides(arguments: Sequence[str]) -> dict[tuple[str, ...], Any]:
     """Read `--a.b value`, `--a.b=value`, `--flag` (true), `--a.b unset` (no value). Raises `SettingsError`.
 
-    Values are TOML where they can be, else text.
+    Values are TOML where they can be, else text. `--environment NAME` is short for `--environment.name NAME`.
 
     >>> parse_overrides(["--trainer.learning_rate", "1e-4", "--resume", "--model.name=Qwen/Qwen3-0.6B"])
     {('trainer', 'learning_rate'): 0.0001, ('resume',): True, ('model', 'name'): 'Qwen/Qwen3-0.6B'}
+    >>> parse_overrides(["--environment", "arithmetic"])
+    {('environment', 'name'): 'arithmetic'}
     """
     overrides: dict[tuple[str, ...], Any] = {}
     waiting = list(arguments)
@@ -34,7 +38,7 @@ def parse_overrides(arguments: Sequence[str]) -> dict[tuple[str, ...], Any]:
             value = waiting.pop(0) if waiting and not waiting[0].startswith("--") else "true"
         parsed = _parse_value(value)
         require_shallow(parsed, f"command line: {name}")
-        overrides[tuple(name.replace("-", "_").split("."))] = parsed
+        overrides[_named(tuple(name.replace("-", "_").split(".")), parsed)] = parsed
     return overrides
 
 
@@ -47,8 +51,13 @@ def flattened(changes: Mapping[str, Any], prefix: tuple[str, ...] = ()) -> dict[
     found: dict[tuple[str, ...], Any] = {}
     for name, value in changes.items():
         key = (*prefix, *name.split("."))
-        found |= flattened(value, key) if isinstance(value, Mapping) else {key: value}
+        found |= flattened(value, key) if isinstance(value, Mapping) else {_named(key, value): value}
     return found
+
+
+def _named(key: tuple[str, ...], value: Any) -> tuple[str, ...]:
+    """A key, that of the name where `environment` is no table."""
+    return ("environment", "name") if key == ("environment",) and not isinstance(value, Mapping) else key
 
 
 def apply_overrides(table: Table, overrides: dict[tuple[str, ...], Any]) -> Table:
@@ -57,7 +66,7 @@ def apply_overrides(table: Table, overrides: dict[tuple[str, ...], Any]) -> Tabl
     Naming another environment drops `args` and data of the file's, naming another loss what only the former one knew.
     """
     merged = copy.deepcopy(table)
-    ordered = sorted(overrides.items(), key=lambda item: item[0] not in {("environment", "name"), LOSS_NAME})
+    ordered = sorted(overrides.items(), key=lambda item: item[0] not in _FIRST)
     for key, value in ordered:
         if key[0] == "environment":
             _override_environment(merged, key[1:], value)
@@ -78,18 +87,20 @@ def _forget_loss(table: Table, name: Any) -> None:
 
 def _override_environment(table: Table, key: tuple[str, ...], value: Any) -> None:
     environments = table.setdefault("environments", [{}])
+    given, path = ("environment", *key), ("environments", "0", *key)
     if len(environments) != 1:
         raise SettingsError(
-            f"--environment.{'.'.join(key)} edits the only environment, but there are {len(environments)}: "
-            f"write --environments.0.{'.'.join(key)}"
+            f"--{'.'.join(given)} edits the only environment, but there are {len(environments)}: "
+            f"write --{'.'.join(path)}"
         )
     if key == ("name",) and value != environments[0].get("name"):
         for belonging in ("args", "data", "eval_data", "eval_tasks", "id"):
             environments[0].pop(belonging, None)
-    _set(environments[0], key, value, ("environment", *key))
+    _set(table, path, value, given)
 
 
 def _set(table: Any, path: tuple[str, ...], value: Any, full: Key) -> None:
+    """Lay `value` at `path`, which has at least one part; errors call it `full`."""
     for depth, part in enumerate(path):
         if isinstance(table, list):
             if not part.isdigit() or int(part) >= len(table):
@@ -101,7 +112,8 @@ def _set(table: Any, path: tuple[str, ...], value: Any, full: Key) -> None:
         elif isinstance(table, dict):
             index = part
         else:
-            raise SettingsError(f"--{'.'.join(map(str, full))}: {'.'.join(path[:depth])} is a value, not a section")
+            holder = ".".join(map(str, full[: depth - len(path)]))
+            raise SettingsError(f"--{'.'.join(map(str, full))}: {holder} is a value, not a section")
         if depth == len(path) - 1 and value is _UNSET and isinstance(table, dict):
             table.pop(index, None)
         elif depth == len(path) - 1:
