@@ -20,6 +20,7 @@ from tailrace.config import (
     with_decay_end,
 )
 from tailrace.config.problems import ELSEWHERE_CALLED
+from tailrace.config.serving import load_serve_settings
 from tailrace.errors import SettingsError
 from tailrace.simulation import SimulationPlan
 from tailrace.training.settings.components import ReferenceKlSettings
@@ -499,6 +500,37 @@ def test_an_environment_is_named_by_its_key_alone_as_by_its_name() -> None:
 def test_no_key_is_ignored(given: list[str], message: str) -> None:
     with pytest.raises(SettingsError, match=f"^command line: {message}"):
         load_settings("quickstart", given)
+
+
+@pytest.mark.parametrize(
+    ("written", "shown"),
+    [
+        ('[environments]\nname = "reverse-text"', r"\{'name': 'reverse-text'\}"),
+        ('environments = ["reverse-text"]', r"\['reverse-text'\]"),
+        ('environments = "reverse-text"', "'reverse-text'"),
+        ('environments = ["reverse-text", "arithmetic"]', r"\['reverse-text', 'arithmetic'\]"),
+    ],
+)
+@pytest.mark.parametrize("key", ["environment", "environment.name", "environment.args.length"])
+def test_environments_that_are_no_tables_are_refused_whatever_edits_them(
+    write: Callable[[str], str], written: str, shown: str, key: str
+) -> None:
+    path = write(f'max_steps = 10\nmodel.name = "bundled:quickstart"\n{written}\n')
+    with pytest.raises(SettingsError, match=rf"^--environment\..* environments = {shown}: .* \[\[environments\]\]$"):
+        load_settings(path, [f"--{key}", "4"])
+
+
+@pytest.mark.parametrize("index", ["²", "٣", pytest.param("9" * 5000, id="long"), "1"])
+def test_what_is_no_index_is_told(index: str) -> None:
+    with pytest.raises(SettingsError, match=f"^--environments.{index}.weight: '{index}' is no index into the 1 ent"):
+        load_settings("quickstart", [f"--environments.{index}.weight", "2"])
+    assert load_settings("quickstart", [f"--environment.args.{index}", "2"]).environments[0].args[index] == 2
+
+
+@pytest.mark.parametrize("port", ["²", pytest.param("9" * 5000, id="long"), "-1", ""])
+def test_what_is_no_port_is_told(port: str) -> None:
+    with pytest.raises(SettingsError, match=r"^--http 127\.0\.0\.1:.* is no address: write HOST:PORT"):
+        load_serve_settings("bundled:quickstart", [], f"127.0.0.1:{port}")
 
 
 def test_the_schedule_sets_the_default_staleness() -> None:

@@ -7,7 +7,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tailrace.config.sources import Key, Table, require_shallow
+from tailrace.config.sources import Key, Table, as_index, require_shallow
 from tailrace.errors import SettingsError
 from tailrace.training.settings.losses import DEFAULT_LOSS, CommonLossSettings
 
@@ -88,6 +88,11 @@ def _forget_loss(table: Table, name: Any) -> None:
 def _override_environment(table: Table, key: tuple[str, ...], value: Any) -> None:
     environments = table.setdefault("environments", [{}])
     given, path = ("environment", *key), ("environments", "0", *key)
+    if not isinstance(environments, list) or not all(isinstance(one, dict) for one in environments):
+        raise SettingsError(
+            f"--{'.'.join(given)} edits the only environment, but environments = {environments!r:.80}: it is a list; "
+            "each entry is a table [[environments]]"
+        )
     if len(environments) != 1:
         raise SettingsError(
             f"--{'.'.join(given)} edits the only environment, but there are {len(environments)}: "
@@ -103,12 +108,12 @@ def _set(table: Any, path: tuple[str, ...], value: Any, full: Key) -> None:
     """Lay `value` at `path`, which has at least one part; errors call it `full`."""
     for depth, part in enumerate(path):
         if isinstance(table, list):
-            if not part.isdigit() or int(part) >= len(table):
+            index = as_index(part)
+            if not isinstance(index, int) or index >= len(table):
                 raise SettingsError(
                     f"--{'.'.join(map(str, full))}: {part!r} is no index into the {len(table)} entries there"
                     + (f"; write environment.{part} for that of the only one" if full[0] == "environments" else "")
                 )
-            index: Any = int(part)
         elif isinstance(table, dict):
             index = part
         else:
