@@ -157,6 +157,12 @@ ON_GPUS = ["--trainer.device", "cuda", "--generator.engine", "vllm"]
         (["--transport.weights", "whole"], "leave it out, or set generator.connect"),
         (TRANSFERRED, "the torch engine has no weight transfer: leave it out"),
         ([*TRANSFERRED, "--generator.engine", "vllm"], "the trainer is on 'cpu': leave it out"),
+        (["--trainer.devices", "0"], "trainer.devices names GPUs, and trainer.device = 'cpu' uses none: write"),
+        (["--generator.devices", "0,1"], "generator.devices names GPUs, and generator.device = 'cpu' uses none: write"),
+        (["--trainer.device", "gpu"], "trainer.device is 'gpu', which names no device: write cpu, cuda or"),
+        (["--generator.device", "cuda:"], "generator.device is 'cuda:', which names no device: write cpu, cuda or"),
+        (["--trainer.device", "auto"], "names no device"),
+        (["--trainer.device", "cuda:²"], "names no device"),
         ([*TRANSFERRED, *ON_GPUS, "--placement", "inline"], "roles of one process share its GPUs"),
         ([*TRANSFERRED, *ON_GPUS, "--generator.connect", "tcp://there:1"], "are sent weights by their sockets"),
         (
@@ -190,6 +196,14 @@ ON_GPUS = ["--trainer.device", "cuda", "--generator.engine", "vllm"]
 def test_contradictions_say_what_to_write_instead(overrides: list[str], message: str) -> None:
     with pytest.raises(SettingsError, match=message):
         load_settings("quickstart", overrides)
+
+
+def test_gpus_are_named_for_roles_that_use_them() -> None:
+    named = ["--trainer.devices", "0", "--generator.devices", "1"]
+    for overrides in (ON_GPUS, ["--trainer.device", "cuda", "--generator.device", "cuda"]):
+        assert load_settings("quickstart", [*overrides, *named]).generator.devices == ("1",)
+    for device in ("cpu", "cuda", "cuda:0", "cuda:12", "mps", "xpu:1"):
+        assert load_settings("quickstart", ["--trainer.device", device]).trainer.device == device
 
 
 def test_weights_are_transferred_between_gpus() -> None:
