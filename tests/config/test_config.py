@@ -4,7 +4,8 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Any, get_args
 
 import pytest
 from pydantic import BaseModel
@@ -20,6 +21,7 @@ from tailrace.config import (
     with_decay_end,
 )
 from tailrace.config.problems import ELSEWHERE_CALLED
+from tailrace.config.sections import all_keys, end_of
 from tailrace.config.serving import load_serve_settings
 from tailrace.errors import SettingsError
 from tailrace.simulation import SimulationPlan
@@ -303,6 +305,23 @@ def test_the_learning_rate_falls_until_the_end_of_epochs_too(overrides: list[str
     settings = load_settings("quickstart", ["--trainer.decay", "linear", "--scheduling.batch_size", "64", *overrides])
     plan = plan_run(settings, {"alphabet-sort": 800})
     assert with_decay_end(settings, plan).trainer.decay_steps == steps
+
+
+@pytest.mark.parametrize("settings", [RunSettings, SimulationPlan])
+def test_what_may_be_unset_is_unless_it_is_given(settings: type[BaseModel]) -> None:
+    """A run's config.toml leaves out what is unset: another default would take its place in a resume."""
+    keys = [tuple(key.split(".")) for key in all_keys(settings)]
+    fields = [end_of(settings, ("environments", 0, *key[1:]) if key[0] == "environment" else key).field for key in keys]
+    optional = [field for field in fields if field is not None and NoneType in get_args(field.annotation)]
+    assert optional
+    assert [field.description for field in optional if field.default is not None] == []
+
+
+def test_all_groups_are_scored_at_once_where_the_settings_say_so() -> None:
+    settings = load_settings("quickstart", ["--rollouts.score_concurrency", "0"])
+    assert settings.rollouts.score_concurrency == 0
+    with pytest.raises(SettingsError, match=r"rollouts\.score_concurrency = None: input should be a valid integer"):
+        load_from_python("quickstart", {"rollouts.score_concurrency": None})
 
 
 def test_overrides_win_over_the_file() -> None:
