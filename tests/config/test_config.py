@@ -26,7 +26,17 @@ from tailrace.config.serving import load_serve_settings
 from tailrace.errors import SettingsError
 from tailrace.simulation import SimulationPlan
 from tailrace.training.settings.components import ReferenceKlSettings
-from tailrace.training.settings.losses import ClippedRatioSettings, DrGrpoSettings, GspoSettings, OwnLossSettings
+from tailrace.training.settings.losses import (
+    CispoSettings,
+    ClippedRatioSettings,
+    CommonLossSettings,
+    DapoSettings,
+    DrGrpoSettings,
+    GrpoSettings,
+    GspoSettings,
+    IpoSettings,
+    OwnLossSettings,
+)
 from tailrace.training.settings.masks import IcePopSettings
 
 TEACHER = ("--trainer.loss.distillation.url", "http://teacher/v1", "--trainer.loss.distillation.model", "big")
@@ -492,6 +502,31 @@ def test_a_loss_is_read_and_edited_like_any_section(write) -> None:  # type: ign
     assert gspo == GspoSettings(masks=(IcePopSettings(high=2.0),))
     mine = load_settings(path, ["--trainer.loss.name", "mine:loss", "--trainer.loss.args.scale", "2.5"]).trainer.loss
     assert mine == OwnLossSettings(name="mine:loss", args={"scale": 2.5})  # and nothing of the file's, which it is not
+
+
+@pytest.mark.parametrize(
+    ("loss", "name", "stays"),
+    [
+        ("name = 'dapo'\nclip_low = 0.05\nclip_high = 0.1", "grpo", GrpoSettings(clip_low=0.05, clip_high=0.1)),
+        ("clip_high = 0.3\ntruncation = 3.0", "cispo", CispoSettings(truncation=3.0)),
+        ("name = 'cispo'\ntruncation = 3.0\nlowest_weight = 0.1", "unset", ClippedRatioSettings(truncation=3.0)),
+        ("name = 'dapo'\nclip_low = 0.05", "gspo", GspoSettings()),  # a sequence's ratio, not a token's
+        ("name = 'gspo'\nclip_low = 1e-4\nentropy = 0.1", "grpo", GrpoSettings(entropy=0.1)),
+        ("name = 'dppo'\nthreshold = 0.1", "ipo", IpoSettings()),
+        (
+            "name = 'mine:one'\nentropy = 0.1\nargs = { scale = 2 }",
+            "mine:two",
+            OwnLossSettings(name="mine:two", entropy=0.1),
+        ),
+        ("name = 'mine:one'\ndenominator = 'sequences'", "grpo", GrpoSettings()),
+        ("name = 'dappo'\nclip_low = 0.05", "dapo", DapoSettings(clip_low=0.05)),
+    ],
+)
+def test_naming_another_loss_drops_what_it_does_not_know_or_means_otherwise(
+    write: Callable[[str], str], loss: str, name: str, stays: CommonLossSettings
+) -> None:
+    path = write(f"{MINIMAL}\n[trainer.loss]\n{loss}\n")
+    assert load_settings(path, ["--trainer.loss.name", name]).trainer.loss == stays
 
 
 def test_masks_in_a_file_stay_when_another_loss_is_named(write) -> None:  # type: ignore[no-untyped-def]

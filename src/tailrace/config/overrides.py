@@ -7,13 +7,17 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pydantic import BaseModel
+
+from tailrace.config.sections import kinds_in
 from tailrace.config.sources import Key, Table, as_index, require_shallow
 from tailrace.errors import SettingsError
-from tailrace.training.settings.losses import DEFAULT_LOSS, CommonLossSettings
+from tailrace.training.settings.losses import DEFAULT_LOSS, CommonLossSettings, LossSettings
 
 LOSS_NAME = ("trainer", "loss", "name")
 _FIRST = frozenset({("environment",), ("environment", "name"), LOSS_NAME})
 """What decides which settings of the file's are left is laid over it before the others."""
+_LOSSES = kinds_in(LossSettings)
 _UNSET = object()
 
 
@@ -63,7 +67,8 @@ def _named(key: tuple[str, ...], value: Any) -> tuple[str, ...]:
 def apply_overrides(table: Table, overrides: dict[tuple[str, ...], Any]) -> Table:
     """A copy of `table` with the overrides.
 
-    Naming another environment drops `args` and data of the file's, naming another loss what only the former one knew.
+    Naming another environment drops `args` and data of the file's; naming another loss what that one does not know, or
+    means otherwise.
     """
     merged = copy.deepcopy(table)
     ordered = sorted(overrides.items(), key=lambda item: item[0] not in _FIRST)
@@ -80,9 +85,23 @@ def apply_overrides(table: Table, overrides: dict[tuple[str, ...], Any]) -> Tabl
 def _forget_loss(table: Table, name: Any) -> None:
     trainer = table.get("trainer")
     loss = trainer.get("loss") if isinstance(trainer, dict) else None
-    if isinstance(loss, dict) and loss.get("name", DEFAULT_LOSS) != name:
-        for belonging in loss.keys() - CommonLossSettings.model_fields.keys():
+    if not isinstance(loss, dict):
+        return
+    former, chosen = loss.get("name", DEFAULT_LOSS), DEFAULT_LOSS if name is _UNSET else name
+    if former != chosen:
+        for belonging in [key for key in loss if not _stays(key, _loss(former), _loss(chosen))]:
             del loss[belonging]
+
+
+def _loss(name: object) -> type[BaseModel]:
+    """Of one's own losses, whose arguments are their own, and of unknown ones, what all have in common."""
+    return _LOSSES.get(str(name), CommonLossSettings)
+
+
+def _stays(key: str, former: type[BaseModel], chosen: type[BaseModel]) -> bool:
+    """Whether both losses mean the same by it, as their settings tell."""
+    known, before = chosen.model_fields.get(key), former.model_fields.get(key)
+    return known is not None and (before is None or before.description == known.description)
 
 
 def _override_environment(table: Table, key: tuple[str, ...], value: Any) -> None:
