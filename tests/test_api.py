@@ -18,7 +18,7 @@ import pytest
 
 import tailrace
 from tailrace.environments import EnvironmentSpec
-from tailrace.errors import LifecycleError, SettingsError
+from tailrace.errors import DataError, LifecycleError, SettingsError
 from tailrace.records import RunStatus, Task
 from tailrace.reporting.summary import read_summary
 from tests.run.runs import IMPORTS, ROOT
@@ -210,3 +210,10 @@ def test_an_evaluation_measures_by_environment() -> None:
     assert len(measured.result.rewards) == 3
     assert measured.greedy is not None
     assert len(Path("played.jsonl").read_text().splitlines()) == 6
+
+
+def test_an_evaluation_that_cannot_be_saved_is_refused_before_or_tells_what_it_measured() -> None:
+    with pytest.raises(SettingsError, match=r"^save: cannot write /: Is a directory$"):
+        tailrace.evaluate("quickstart", run(), save="/")
+    with pytest.raises(DataError, match=r"(?s)^save: cannot write /dev/full: No space .* over 2 held-out tasks"):
+        tailrace.evaluate("quickstart", run(), limit=2, save="/dev/full")

@@ -35,6 +35,13 @@ from tailrace.config import list_recipes, load_settings
         (["eval", "quickstart", "--limit", "0"], "--limit is 0"),
         (["eval", "quickstart", "--environment.eval_tasks", "0", "--environment.name", "reverse-text"], "no held-out"),
         (["eval", "quickstart", "--model.name", "./nowhere"], "is no folder"),
+        (["eval", "quickstart", "--save", "/"], "--save: cannot write /: Is a directory"),
+        (["eval", "quickstart", "--save", "/dev/null/file"], "--save: cannot write /dev/null/file: Not a directory"),
+        (["fetch-smollm2", "/dev/null"], "FOLDER: cannot write /dev/null/config.json: Not a directory"),
+        (
+            ["ui", "--chat", "http://127.0.0.1:1", "--chat-key", "/"],
+            "--chat-key: cannot read the key file /: Is a directory",
+        ),
     ],
 )
 def test_what_is_wrong_is_told_with_exit_status_2(
@@ -159,6 +166,21 @@ def test_an_evaluation_measures_and_saves(capsys: pytest.CaptureFixture[str], tm
     assert 0.0 <= found["reward_mean"] <= 1.0
     rewards = [json.loads(line)["reward"] for line in saved.read_text().splitlines()]
     assert sum(rewards) / 3 == pytest.approx(found["reward_mean"])
+
+
+def test_figures_are_printed_even_where_saving_fails_in_the_end(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["eval", "quickstart", "--limit", "2", "--json", "--save", "/dev/full"]) == 2
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["alphabet-sort"]["tasks"] == 2
+    assert "--save: cannot write /dev/full: No space left on device" in printed.err
+
+
+def test_an_evaluation_makes_the_folders_of_what_it_saves_when_it_has_something(tmp_path: Path) -> None:
+    saved = tmp_path / "new" / "folder" / "rollouts.jsonl"
+    assert main(["eval", "quickstart", "--save", str(saved), "--model.name", "./nowhere"]) == 2
+    assert not list(tmp_path.iterdir())
+    assert main(["eval", "quickstart", "--limit", "1", "--save", str(saved)]) == 0
+    assert len(saved.read_text().splitlines()) == 1
 
 
 def test_an_evaluation_prints_greedy_reward_and_conversations(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
 from tailrace.config import RUNS, RunSettings, load_from_python, placed_at
-from tailrace.errors import LifecycleError, SettingsError
+from tailrace.errors import DataError, LifecycleError, SettingsError
 from tailrace.lifecycle.event_loop import run_on_event_loop
 from tailrace.lifecycle.exit_codes import ExitCode
 from tailrace.records import RunStatus
@@ -117,11 +117,17 @@ async def evaluate_async(
     """`evaluate`, from an async function or a notebook: `found = await tailrace.evaluate_async(...)`."""
     if limit is not None and limit < 1:
         raise SettingsError(f"limit is {limit}; it counts held-out tasks, so it must be 1 or above")
+    file = None if save is None else Path(save)
+    evaluating.require_savable(file, "save")
     given = _Given(settings, changes)
     with logging_as_it_was(), placed_at(given.places):
-        found = await evaluating.evaluate_model(
-            given.settings, limit=limit, greedy=greedy, save=None if save is None else Path(save), given=given.objects
-        )
+        found = await evaluating.evaluate_model(given.settings, limit=limit, greedy=greedy, given=given.objects)
+    if file is not None:
+        try:
+            await asyncio.to_thread(evaluating.save_rollouts, found, file, "save")
+        except DataError as error:
+            measured = evaluating.evaluation_text(given.settings.model.name, found)
+            raise DataError(f"{error}; what was measured is not lost:\n{measured}") from error
     return {one.environment: one for one in found}
 
 
@@ -143,7 +149,8 @@ def evaluate(
         save: Append the rollouts, readable, to this .jsonl file.
 
     Raises:
-        TailraceError: As `train` does; `DataError` where no environment has held-out tasks.
+        TailraceError: As `train` does; `DataError` where no environment has held-out tasks, and, with the figures,
+            where the rollouts cannot be saved after all.
     """
     _require_no_loop("evaluate")
     return run_on_event_loop(evaluate_async(settings, changes, limit=limit, greedy=greedy, save=save))

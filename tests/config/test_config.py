@@ -4,7 +4,8 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Any, get_args
 
 import pytest
 from pydantic import BaseModel
@@ -20,10 +21,22 @@ from tailrace.config import (
     with_decay_end,
 )
 from tailrace.config.problems import ELSEWHERE_CALLED
+from tailrace.config.sections import all_keys, end_of
+from tailrace.config.serving import load_serve_settings
 from tailrace.errors import SettingsError
 from tailrace.simulation import SimulationPlan
 from tailrace.training.settings.components import ReferenceKlSettings
-from tailrace.training.settings.losses import ClippedRatioSettings, DrGrpoSettings, GspoSettings, OwnLossSettings
+from tailrace.training.settings.losses import (
+    CispoSettings,
+    ClippedRatioSettings,
+    CommonLossSettings,
+    DapoSettings,
+    DrGrpoSettings,
+    GrpoSettings,
+    GspoSettings,
+    IpoSettings,
+    OwnLossSettings,
+)
 from tailrace.training.settings.masks import IcePopSettings
 
 TEACHER = ("--trainer.loss.distillation.url", "http://teacher/v1", "--trainer.loss.distillation.model", "big")
@@ -156,6 +169,12 @@ ON_GPUS = ["--trainer.device", "cuda", "--generator.engine", "vllm"]
         (["--transport.weights", "whole"], "leave it out, or set generator.connect"),
         (TRANSFERRED, "the torch engine has no weight transfer: leave it out"),
         ([*TRANSFERRED, "--generator.engine", "vllm"], "the trainer is on 'cpu': leave it out"),
+        (["--trainer.devices", "0"], "trainer.devices names GPUs, and trainer.device = 'cpu' uses none: write"),
+        (["--generator.devices", "0,1"], "generator.devices names GPUs, and generator.device = 'cpu' uses none: write"),
+        (["--trainer.device", "gpu"], "trainer.device is 'gpu', which names no device: write cpu, cuda or"),
+        (["--generator.device", "cuda:"], "generator.device is 'cuda:', which names no device: write cpu, cuda or"),
+        (["--trainer.device", "auto"], "names no device"),
+        (["--trainer.device", "cuda:²"], "names no device"),
         ([*TRANSFERRED, *ON_GPUS, "--placement", "inline"], "roles of one process share its GPUs"),
         ([*TRANSFERRED, *ON_GPUS, "--generator.connect", "tcp://there:1"], "are sent weights by their sockets"),
         (
@@ -189,6 +208,14 @@ ON_GPUS = ["--trainer.device", "cuda", "--generator.engine", "vllm"]
 def test_contradictions_say_what_to_write_instead(overrides: list[str], message: str) -> None:
     with pytest.raises(SettingsError, match=message):
         load_settings("quickstart", overrides)
+
+
+def test_gpus_are_named_for_roles_that_use_them() -> None:
+    named = ["--trainer.devices", "0", "--generator.devices", "1"]
+    for overrides in (ON_GPUS, ["--trainer.device", "cuda", "--generator.device", "cuda"]):
+        assert load_settings("quickstart", [*overrides, *named]).generator.devices == ("1",)
+    for device in ("cpu", "cuda", "cuda:0", "cuda:12", "mps", "xpu:1"):
+        assert load_settings("quickstart", ["--trainer.device", device]).trainer.device == device
 
 
 def test_weights_are_transferred_between_gpus() -> None:
@@ -288,6 +315,23 @@ def test_the_learning_rate_falls_until_the_end_of_epochs_too(overrides: list[str
     settings = load_settings("quickstart", ["--trainer.decay", "linear", "--scheduling.batch_size", "64", *overrides])
     plan = plan_run(settings, {"alphabet-sort": 800})
     assert with_decay_end(settings, plan).trainer.decay_steps == steps
+
+
+@pytest.mark.parametrize("settings", [RunSettings, SimulationPlan])
+def test_what_may_be_unset_is_unless_it_is_given(settings: type[BaseModel]) -> None:
+    """A run's config.toml leaves out what is unset: another default would take its place in a resume."""
+    keys = [tuple(key.split(".")) for key in all_keys(settings)]
+    fields = [end_of(settings, ("environments", 0, *key[1:]) if key[0] == "environment" else key).field for key in keys]
+    optional = [field for field in fields if field is not None and NoneType in get_args(field.annotation)]
+    assert optional
+    assert [field.description for field in optional if field.default is not None] == []
+
+
+def test_all_groups_are_scored_at_once_where_the_settings_say_so() -> None:
+    settings = load_settings("quickstart", ["--rollouts.score_concurrency", "0"])
+    assert settings.rollouts.score_concurrency == 0
+    with pytest.raises(SettingsError, match=r"rollouts\.score_concurrency = None: input should be a valid integer"):
+        load_from_python("quickstart", {"rollouts.score_concurrency": None})
 
 
 def test_overrides_win_over_the_file() -> None:
@@ -460,6 +504,31 @@ def test_a_loss_is_read_and_edited_like_any_section(write) -> None:  # type: ign
     assert mine == OwnLossSettings(name="mine:loss", args={"scale": 2.5})  # and nothing of the file's, which it is not
 
 
+@pytest.mark.parametrize(
+    ("loss", "name", "stays"),
+    [
+        ("name = 'dapo'\nclip_low = 0.05\nclip_high = 0.1", "grpo", GrpoSettings(clip_low=0.05, clip_high=0.1)),
+        ("clip_high = 0.3\ntruncation = 3.0", "cispo", CispoSettings(truncation=3.0)),
+        ("name = 'cispo'\ntruncation = 3.0\nlowest_weight = 0.1", "unset", ClippedRatioSettings(truncation=3.0)),
+        ("name = 'dapo'\nclip_low = 0.05", "gspo", GspoSettings()),  # a sequence's ratio, not a token's
+        ("name = 'gspo'\nclip_low = 1e-4\nentropy = 0.1", "grpo", GrpoSettings(entropy=0.1)),
+        ("name = 'dppo'\nthreshold = 0.1", "ipo", IpoSettings()),
+        (
+            "name = 'mine:one'\nentropy = 0.1\nargs = { scale = 2 }",
+            "mine:two",
+            OwnLossSettings(name="mine:two", entropy=0.1),
+        ),
+        ("name = 'mine:one'\ndenominator = 'sequences'", "grpo", GrpoSettings()),
+        ("name = 'dappo'\nclip_low = 0.05", "dapo", DapoSettings(clip_low=0.05)),
+    ],
+)
+def test_naming_another_loss_drops_what_it_does_not_know_or_means_otherwise(
+    write: Callable[[str], str], loss: str, name: str, stays: CommonLossSettings
+) -> None:
+    path = write(f"{MINIMAL}\n[trainer.loss]\n{loss}\n")
+    assert load_settings(path, ["--trainer.loss.name", name]).trainer.loss == stays
+
+
 def test_masks_in_a_file_stay_when_another_loss_is_named(write) -> None:  # type: ignore[no-untyped-def]
     text = (
         "\n[trainer.loss]\nname = 'cispo'\ntruncation = 4.0\nentropy = 0.01\n[[trainer.loss.masks]]\nname = 'icepop'\n"
@@ -475,6 +544,61 @@ def test_naming_another_environment_drops_the_arguments_of_the_old_one(write) ->
     path = write(MINIMAL.replace('name = "alphabet-sort"', 'name = "alphabet-sort"\nargs = { max_turns = 2 }'))
     settings = load_settings(path, ["--environment.args.length", "4", "--environment.name", "reverse-text"])
     assert (settings.environments[0].name, settings.environments[0].args) == ("reverse-text", {"length": 4})
+
+
+def test_an_environment_is_named_by_its_key_alone_as_by_its_name() -> None:
+    for overrides in (["--environment", "arithmetic"], ["--environment={name = 'arithmetic'}"]):
+        (chosen,) = load_settings("quickstart", [*overrides, "--environment.weight", "2"]).environments
+        assert (chosen.name, chosen.weight) == ("arithmetic", 2)
+    assert load_from_python("quickstart", {"environment": "arithmetic"})[0].environments[0].name == "arithmetic"
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--environment"], "environment.name is no switch, it needs a value, as in --environment.name VALUE"),
+        (["--environment", "3"], "environment.name = 3: input should be a valid string"),
+        (["--environment", "{}"], "environment.name is missing"),
+        (["--environment", "unset"], "environment.name is missing"),
+        (["--environments", "arithmetic"], "environments = 'arithmetic': it is a list"),
+        (["--=arithmetic"], " is no setting"),
+        (["--environment.", "arithmetic"], "environment. is no setting"),
+    ],
+)
+def test_no_key_is_ignored(given: list[str], message: str) -> None:
+    with pytest.raises(SettingsError, match=f"^command line: {message}"):
+        load_settings("quickstart", given)
+
+
+@pytest.mark.parametrize(
+    ("written", "shown"),
+    [
+        ('[environments]\nname = "reverse-text"', r"\{'name': 'reverse-text'\}"),
+        ('environments = ["reverse-text"]', r"\['reverse-text'\]"),
+        ('environments = "reverse-text"', "'reverse-text'"),
+        ('environments = ["reverse-text", "arithmetic"]', r"\['reverse-text', 'arithmetic'\]"),
+    ],
+)
+@pytest.mark.parametrize("key", ["environment", "environment.name", "environment.args.length"])
+def test_environments_that_are_no_tables_are_refused_whatever_edits_them(
+    write: Callable[[str], str], written: str, shown: str, key: str
+) -> None:
+    path = write(f'max_steps = 10\nmodel.name = "bundled:quickstart"\n{written}\n')
+    with pytest.raises(SettingsError, match=rf"^--environment\..* environments = {shown}: .* \[\[environments\]\]$"):
+        load_settings(path, [f"--{key}", "4"])
+
+
+@pytest.mark.parametrize("index", ["²", "٣", pytest.param("9" * 5000, id="long"), "1"])
+def test_what_is_no_index_is_told(index: str) -> None:
+    with pytest.raises(SettingsError, match=f"^--environments.{index}.weight: '{index}' is no index into the 1 ent"):
+        load_settings("quickstart", [f"--environments.{index}.weight", "2"])
+    assert load_settings("quickstart", [f"--environment.args.{index}", "2"]).environments[0].args[index] == 2
+
+
+@pytest.mark.parametrize("port", ["²", pytest.param("9" * 5000, id="long"), "-1", ""])
+def test_what_is_no_port_is_told(port: str) -> None:
+    with pytest.raises(SettingsError, match=r"^--http 127\.0\.0\.1:.* is no address: write HOST:PORT"):
+        load_serve_settings("bundled:quickstart", [], f"127.0.0.1:{port}")
 
 
 def test_the_schedule_sets_the_default_staleness() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tailrace.config import differences, load_settings, own_settings, read_settings_file
+from tailrace.config import differences, load_from_python, load_settings, own_settings, read_settings_file
 from tailrace.errors import SettingsError
 from tailrace.run.folder import RunPaths, record_settings
 
@@ -55,6 +55,43 @@ def test_what_was_given_at_the_start_need_not_be_given_again(file: Path) -> None
     settings = load_settings(str(file), ["--resume"], file.parent)
     assert (settings.trainer.learning_rate, settings.max_epochs, settings.resume) == (7e-4, 2, True)
     assert settings.environments[0].args == {"max_names": 3}
+
+
+def test_none_in_a_table_of_a_program_is_unset_for_a_resume_too(tmp_path: Path) -> None:
+    given = {
+        "model": {"name": "bundled:quickstart", "max_model_tokens": None},
+        "environments": ({"name": "reverse-text", "data": None, "rewards": {"right": {"weight": None}}},),
+        "max_steps": 1,
+    }
+    settings, places = load_from_python(given, {}, tmp_path)
+    record_settings(settings, RunPaths(tmp_path / settings.name), places.file.table)
+    recipe = read_settings_file(str(tmp_path / settings.name / "recipe.toml")).table
+    assert recipe["environments"] == [{"name": "reverse-text", "rewards": {"right": {}}}]
+    again, _ = load_from_python(given, {"resume": True}, tmp_path)
+    assert differences(settings, again) == []
+
+
+@pytest.mark.parametrize("args", [{"length": None}, {"lengths": [1, None]}, {"lengths": [{"most": None}]}])
+def test_none_among_arguments_is_refused_before_anything_is_written(tmp_path: Path, args: dict[str, object]) -> None:
+    environment = {"name": "reverse-text", "args": args}
+    given = {"model": {"name": "bundled:quickstart"}, "environments": [environment], "max_steps": 1}
+    settings, places = load_from_python(given, {}, tmp_path)
+    with pytest.raises(SettingsError, match=r"^environments\.0\.args\.length\S* is None, which TOML has not"):
+        record_settings(settings, RunPaths(tmp_path / settings.name), places.file.table)
+    assert not list(tmp_path.iterdir())
+
+
+def test_both_files_are_replaced_as_a_whole(file: Path) -> None:
+    folder = start(file)
+    before = {}
+    for name in ("config.toml", "recipe.toml"):  # another name of the old file sees what is written into it
+        (folder / f"old-{name}").hardlink_to(folder / name)
+        before[name] = (folder / name).read_text()
+    file.write_text(FILE.replace("[model]", "seed = 7\n[model]", 1))
+    start(file, "--resume", "--allow_changed_settings")
+    for name, text in before.items():
+        assert (folder / f"old-{name}").read_text() == text != (folder / name).read_text()
+    assert not [*folder.glob("*.part")]
 
 
 def test_what_is_given_now_differs(file: Path) -> None:

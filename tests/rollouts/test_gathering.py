@@ -135,7 +135,8 @@ def test_a_streamed_group_is_there_at_once() -> None:
     assert run_in_virtual_time(main()) == [5, 15, 25]
 
 
-def test_no_more_groups_are_scored_at_once_than_allowed() -> None:
+@pytest.mark.parametrize(("allowed", "seconds", "seen"), [(3, 4, 3), (0, 2, 9), (None, 2, 9)])
+def test_no_more_groups_are_scored_at_once_than_allowed(allowed: int | None, seconds: int, seen: int) -> None:
     live, most = 0, 0
 
     async def score(group: Group) -> Group:
@@ -147,10 +148,10 @@ def test_no_more_groups_are_scored_at_once_than_allowed() -> None:
         return group
 
     async def main() -> float:
-        await gather_groups(one, rows(9), group_size=2, score_group=score, score_concurrency=3)
+        await gather_groups(one, rows(9), group_size=2, score_group=score, score_concurrency=allowed)
         return now()
 
-    assert (run_in_virtual_time(main()), most) == (4, 3)
+    assert (run_in_virtual_time(main()), most) == (seconds, seen)
 
 
 def test_no_more_rollouts_are_played_at_once_than_allowed_and_tasks_are_drawn_one_ahead() -> None:

@@ -11,7 +11,7 @@ from tailrace.config import RunSettings
 from tailrace.config.sources import recipe_folder
 from tailrace.errors import SettingsError
 from tailrace.lifecycle.resources import shared_memory_folder
-from tailrace.run.evaluating import evaluate_model
+from tailrace.run.evaluating import evaluate_model, save_rollouts
 from tests.run.runs import records, tiny_settings
 from tests.run.test_serve import address_of, serving
 
@@ -37,7 +37,8 @@ async def test_several_generators_measure_what_one_does_in_this_process_and_leav
 
 
 async def test_greedy_decoding_is_measured_beside_what_the_settings_ask_for(tmp_path: Path) -> None:
-    [found] = await evaluate_model(tiny_settings(*INLINE), save=tmp_path / "rollouts.jsonl", limit=6, greedy=True)
+    [found] = await evaluate_model(tiny_settings(*INLINE), limit=6, greedy=True)
+    save_rollouts([found], tmp_path / "rollouts.jsonl", "save")
     assert found.greedy is not None
     assert found.greedy.rewards == await rewards(*INLINE)
     assert found.result.rewards != found.greedy.rewards

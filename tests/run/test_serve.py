@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import socket
+import sys
 from pathlib import Path
 
 import httpx
@@ -97,6 +98,10 @@ def test_http_clients_are_answered_as_they_ask_and_by_their_key(tmp_path: Path) 
         (("--http-key", "file"), "--http-key is about HTTP"),
         (("--gateway.max_body_mb", "1"), "say where to listen"),
         (("--http", "127.0.0.1:0", "--gateway.port", "1"), "--http does"),
+        (("--http", "127.0.0.1:0", "--http-key", "/"), "--http-key: cannot read the key file /: Is a directory"),
+        (("--http", "127.0.0.1:0", "--http-key", "/dev/null"), "--http-key: /dev/null holds no key"),
+        (("--http", "127.0.0.1:0", "--http-key", "/dev/null/key"), "cannot write the key file /dev/null/key"),
+        (("--http", "127.0.0.1:0", "--http-key", sys.executable), "holds no key: letters, digits"),
     ],
 )
 def test_settings_of_http_without_it_are_refused(arguments: tuple[str, ...], why: str) -> None:

@@ -82,11 +82,15 @@ def test_the_command_prints_figures_for_programs(plan: str, capsys: pytest.Captu
         (["long-tail", "--engines.slot", "3"], "did you mean engines.slots"),
         (["long-tail", "--sweep", "max_staleness"], "KEY=VALUE"),
         (["long-tail", "--warmup_steps", "90"], "nothing is measured"),
+        (["long-tail", "--png", "/"], "--png: cannot write /: Is a directory"),
+        (["long-tail", "--png", "/nonexistent/x.png"], "--png: cannot write /nonexistent/x.png: No such file"),
     ],
 )
 def test_what_cannot_be_simulated_is_told(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", *arguments]) == 2
-    assert says in capsys.readouterr().err
+    printed = capsys.readouterr()
+    assert says in printed.err
+    assert printed.out == ""
 
 
 def test_every_packaged_plan_is_possible() -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from tailrace.errors import Diverged, TrainingError
+from tailrace.errors import Diverged, SettingsError, TrainingError
 from tailrace.records import Batch
 from tailrace.reporting.metrics import MetricsAccumulator
 from tailrace.training.settings.losses import ClippedRatioSettings
@@ -84,6 +84,11 @@ def test_a_snapshot_that_stays_is_never_written_to_again(model_folder: Path) -> 
     assert kept.is_detached
     assert all(torch.equal(weight, before[name]) for name, weight in kept.weights.items())
     assert any(not torch.equal(before[name], now) for name, now in trainer.snapshot().wait().items())
+
+
+def test_a_device_that_is_not_there_is_told_as_a_setting(model_folder: Path) -> None:
+    with pytest.raises(SettingsError, match=r"^trainer\.device = 'xpu:7' cannot be used here: "):
+        make_trainer(model_folder, device="xpu:7")
 
 
 @pytest.mark.gpu

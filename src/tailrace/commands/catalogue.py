@@ -60,8 +60,10 @@ class FetchSmollm2:
     def __call__(self, overrides: list[str]) -> int:
         """Run the command."""
         from tailrace.models.export import export_smollm2
+        from tailrace.output_files import require_writable
 
         refuse(overrides)
+        require_writable(self.folder / "config.json", "FOLDER", makes_folders=True)
         show(f"wrote {export_smollm2(self.folder)}")
         return 0
 

@@ -47,10 +47,13 @@ class Simulate:
         import logging
 
         from tailrace.config.simulating import load_plans
+        from tailrace.output_files import require_writable, writing_to
         from tailrace.simulation import simulate
         from tailrace.simulation.report import comparison, record
 
         logging.getLogger("tailrace").setLevel(logging.ERROR)  # the table says what a run would warn of
+        if self.png is not None:
+            require_writable(self.png, "--png")
         runs = []
         for plan in load_plans(self.plan, overrides, sweep=self.sweep):
             runs.append(simulate(plan))
@@ -62,7 +65,8 @@ class Simulate:
         if self.png is not None:
             from tailrace.simulation.charts import timeline_png
 
-            self.png.write_bytes(timeline_png(runs))
+            with writing_to(self.png, "--png"):
+                self.png.write_bytes(timeline_png(runs))
         return 0
 
 

@@ -98,16 +98,26 @@ class Evaluate:
     def __call__(self, overrides: list[str]) -> int:
         """Run the command."""
         from tailrace.config import load_settings, placed
-        from tailrace.run.evaluating import evaluate_model, evaluation_json, evaluation_samples, evaluation_text
+        from tailrace.run.evaluating import (
+            evaluate_model,
+            evaluation_json,
+            evaluation_samples,
+            evaluation_text,
+            require_savable,
+            save_rollouts,
+        )
 
         if self.limit is not None and self.limit < 1:
             raise SettingsError(f"--limit is {self.limit}; it counts held-out tasks, so it must be 1 or above")
+        require_savable(self.save, "--save")
         settings = load_settings(self.recipe, overrides)
         with placed(self.recipe, overrides):
-            found = run_to_end(evaluate_model(settings, save=self.save, limit=self.limit, greedy=self.greedy))
+            found = run_to_end(evaluate_model(settings, limit=self.limit, greedy=self.greedy))
         if self.show > 0:
             show(evaluation_samples(found, self.show) + "\n")
         show(evaluation_json(found) if self.json else evaluation_text(settings.model.name, found))
+        if self.save is not None:
+            save_rollouts(found, self.save, "--save")
         return 0
 
 

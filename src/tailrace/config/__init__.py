@@ -28,7 +28,15 @@ from tailrace.config.resuming import (
     settings_as_toml,
 )
 from tailrace.config.settings import RunSettings
-from tailrace.config.sources import COMMAND_LINE, Key, Places, SettingsFile, list_recipes, read_settings_file
+from tailrace.config.sources import (
+    COMMAND_LINE,
+    Key,
+    Places,
+    SettingsFile,
+    as_index,
+    list_recipes,
+    read_settings_file,
+)
 from tailrace.errors import SettingsError
 from tailrace.user_code import modules_beside
 
@@ -130,5 +138,5 @@ def _places(file: SettingsFile, overrides: Iterable[tuple[str, ...]], given_by: 
     given: set[Key] = set()
     for first, *rest in overrides:
         parts = ("environments", "0", *rest) if first == "environment" else (first, *rest)
-        given.add(tuple(int(part) if part.isdigit() else part for part in parts))
+        given.add(tuple(map(as_index, parts)))
     return Places(file, given, given_by)

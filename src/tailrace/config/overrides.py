@@ -7,21 +7,29 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tailrace.config.sources import Key, Table, require_shallow
+from pydantic import BaseModel
+
+from tailrace.config.sections import kinds_in
+from tailrace.config.sources import Key, Table, as_index, require_shallow
 from tailrace.errors import SettingsError
-from tailrace.training.settings.losses import DEFAULT_LOSS, CommonLossSettings
+from tailrace.training.settings.losses import DEFAULT_LOSS, CommonLossSettings, LossSettings
 
 LOSS_NAME = ("trainer", "loss", "name")
+_FIRST = frozenset({("environment",), ("environment", "name"), LOSS_NAME})
+"""What decides which settings of the file's are left is laid over it before the others."""
+_LOSSES = kinds_in(LossSettings)
 _UNSET = object()
 
 
 def parse_overrides(arguments: Sequence[str]) -> dict[tuple[str, ...], Any]:
     """Read `--a.b value`, `--a.b=value`, `--flag` (true), `--a.b unset` (no value). Raises `SettingsError`.
 
-    Values are TOML where they can be, else text.
+    Values are TOML where they can be, else text. `--environment NAME` is short for `--environment.name NAME`.
 
     >>> parse_overrides(["--trainer.learning_rate", "1e-4", "--resume", "--model.name=Qwen/Qwen3-0.6B"])
     {('trainer', 'learning_rate'): 0.0001, ('resume',): True, ('model', 'name'): 'Qwen/Qwen3-0.6B'}
+    >>> parse_overrides(["--environment", "arithmetic"])
+    {('environment', 'name'): 'arithmetic'}
     """
     overrides: dict[tuple[str, ...], Any] = {}
     waiting = list(arguments)
@@ -34,7 +42,7 @@ def parse_overrides(arguments: Sequence[str]) -> dict[tuple[str, ...], Any]:
             value = waiting.pop(0) if waiting and not waiting[0].startswith("--") else "true"
         parsed = _parse_value(value)
         require_shallow(parsed, f"command line: {name}")
-        overrides[tuple(name.replace("-", "_").split("."))] = parsed
+        overrides[_named(tuple(name.replace("-", "_").split(".")), parsed)] = parsed
     return overrides
 
 
@@ -47,17 +55,23 @@ def flattened(changes: Mapping[str, Any], prefix: tuple[str, ...] = ()) -> dict[
     found: dict[tuple[str, ...], Any] = {}
     for name, value in changes.items():
         key = (*prefix, *name.split("."))
-        found |= flattened(value, key) if isinstance(value, Mapping) else {key: value}
+        found |= flattened(value, key) if isinstance(value, Mapping) else {_named(key, value): value}
     return found
+
+
+def _named(key: tuple[str, ...], value: Any) -> tuple[str, ...]:
+    """A key, that of the name where `environment` is no table."""
+    return ("environment", "name") if key == ("environment",) and not isinstance(value, Mapping) else key
 
 
 def apply_overrides(table: Table, overrides: dict[tuple[str, ...], Any]) -> Table:
     """A copy of `table` with the overrides.
 
-    Naming another environment drops `args` and data of the file's, naming another loss what only the former one knew.
+    Naming another environment drops `args` and data of the file's; naming another loss what that one does not know, or
+    means otherwise.
     """
     merged = copy.deepcopy(table)
-    ordered = sorted(overrides.items(), key=lambda item: item[0] not in {("environment", "name"), LOSS_NAME})
+    ordered = sorted(overrides.items(), key=lambda item: item[0] not in _FIRST)
     for key, value in ordered:
         if key[0] == "environment":
             _override_environment(merged, key[1:], value)
@@ -71,37 +85,59 @@ def apply_overrides(table: Table, overrides: dict[tuple[str, ...], Any]) -> Tabl
 def _forget_loss(table: Table, name: Any) -> None:
     trainer = table.get("trainer")
     loss = trainer.get("loss") if isinstance(trainer, dict) else None
-    if isinstance(loss, dict) and loss.get("name", DEFAULT_LOSS) != name:
-        for belonging in loss.keys() - CommonLossSettings.model_fields.keys():
+    if not isinstance(loss, dict):
+        return
+    former, chosen = loss.get("name", DEFAULT_LOSS), DEFAULT_LOSS if name is _UNSET else name
+    if former != chosen:
+        for belonging in [key for key in loss if not _stays(key, _loss(former), _loss(chosen))]:
             del loss[belonging]
+
+
+def _loss(name: object) -> type[BaseModel]:
+    """Of one's own losses, whose arguments are their own, and of unknown ones, what all have in common."""
+    return _LOSSES.get(str(name), CommonLossSettings)
+
+
+def _stays(key: str, former: type[BaseModel], chosen: type[BaseModel]) -> bool:
+    """Whether both losses mean the same by it, as their settings tell."""
+    known, before = chosen.model_fields.get(key), former.model_fields.get(key)
+    return known is not None and (before is None or before.description == known.description)
 
 
 def _override_environment(table: Table, key: tuple[str, ...], value: Any) -> None:
     environments = table.setdefault("environments", [{}])
+    given, path = ("environment", *key), ("environments", "0", *key)
+    if not isinstance(environments, list) or not all(isinstance(one, dict) for one in environments):
+        raise SettingsError(
+            f"--{'.'.join(given)} edits the only environment, but environments = {environments!r:.80}: it is a list; "
+            "each entry is a table [[environments]]"
+        )
     if len(environments) != 1:
         raise SettingsError(
-            f"--environment.{'.'.join(key)} edits the only environment, but there are {len(environments)}: "
-            f"write --environments.0.{'.'.join(key)}"
+            f"--{'.'.join(given)} edits the only environment, but there are {len(environments)}: "
+            f"write --{'.'.join(path)}"
         )
     if key == ("name",) and value != environments[0].get("name"):
         for belonging in ("args", "data", "eval_data", "eval_tasks", "id"):
             environments[0].pop(belonging, None)
-    _set(environments[0], key, value, ("environment", *key))
+    _set(table, path, value, given)
 
 
 def _set(table: Any, path: tuple[str, ...], value: Any, full: Key) -> None:
+    """Lay `value` at `path`, which has at least one part; errors call it `full`."""
     for depth, part in enumerate(path):
         if isinstance(table, list):
-            if not part.isdigit() or int(part) >= len(table):
+            index = as_index(part)
+            if not isinstance(index, int) or index >= len(table):
                 raise SettingsError(
                     f"--{'.'.join(map(str, full))}: {part!r} is no index into the {len(table)} entries there"
                     + (f"; write environment.{part} for that of the only one" if full[0] == "environments" else "")
                 )
-            index: Any = int(part)
         elif isinstance(table, dict):
             index = part
         else:
-            raise SettingsError(f"--{'.'.join(map(str, full))}: {'.'.join(path[:depth])} is a value, not a section")
+            holder = ".".join(map(str, full[: depth - len(path)]))
+            raise SettingsError(f"--{'.'.join(map(str, full))}: {holder} is a value, not a section")
         if depth == len(path) - 1 and value is _UNSET and isinstance(table, dict):
             table.pop(index, None)
         elif depth == len(path) - 1:

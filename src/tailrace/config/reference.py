@@ -17,7 +17,8 @@ _INTRODUCTION = """\
 
 Every setting of a run, generated from the code by `tailrace settings`. In a TOML file a section is a table; on the
 command line the same names are dotted: `--trainer.learning_rate 1e-4`. `[[environments]]` is an array of tables;
-`--environment.*` edits the only one. `--max_steps unset` takes away what a recipe sets.
+`--environment.*` edits the only one, and `--environment NAME` names it. `--max_steps unset` takes away what a recipe
+sets.
 """
 
 _SIMULATION_INTRODUCTION = """\

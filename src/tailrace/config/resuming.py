@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 import tomli_w
 
 from tailrace.config.overrides import LOSS_NAME
-from tailrace.config.problems import validated
+from tailrace.config.problems import dotted, validated
 from tailrace.config.restarts import RestartSettings
 from tailrace.config.settings import RunSettings
 from tailrace.config.shutdown import ShutdownSettings
 from tailrace.config.sources import Key, Places, SettingsFile, Table, read_settings_file
+from tailrace.errors import SettingsError
 from tailrace.training.settings.losses import DEFAULT_LOSS
 
 CONFIG_FILE = "config.toml"
@@ -99,9 +100,28 @@ def own_settings(folder: Path) -> RunSettings | None:
 
 
 def settings_as_toml(settings: RunSettings) -> str:
-    """The resolved settings as a file that `tailrace train` takes. What is unset is left out: TOML has no null."""
+    """The resolved settings as a file that `tailrace train` takes. What is unset is left out: TOML has no null.
+
+    Raises `SettingsError` for a null in what is free-form, such as an environment's arguments: there it is a value.
+    """
     of_this_start = {"resume", "allow_changed_settings"}
-    return tomli_w.dumps(settings.model_dump(mode="json", exclude_none=True, exclude=of_this_start))
+    table = settings.model_dump(mode="json", exclude_none=True, exclude=of_this_start)
+    for key in _nulls(table):
+        raise SettingsError(
+            f"{dotted(key)} is None, which TOML has not, and so no {CONFIG_FILE} of a run: leave it out", key=key
+        )
+    return tomli_w.dumps(table)
+
+
+def _nulls(value: Any, key: Key = ()) -> Iterator[Key]:
+    if value is None:
+        yield key
+    elif isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _nulls(inner, (*key, name))
+    elif isinstance(value, list):
+        for index, inner in enumerate(value):
+            yield from _nulls(inner, (*key, index))
 
 
 class Difference(NamedTuple):

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from tailrace.config.gateway import GatewaySettings
 from tailrace.config.overrides import apply_overrides, parse_overrides
 from tailrace.config.problems import validated
-from tailrace.config.sources import COMMAND_LINE, Key, Places, SettingsFile
+from tailrace.config.sources import COMMAND_LINE, Key, Places, SettingsFile, as_index
 from tailrace.errors import SettingsError
 from tailrace.generation.settings import GeneratorSettings, ModelSettings
 
@@ -70,8 +70,8 @@ def _gateway(http: str | None, given: Iterable[Key]) -> dict[str, Any]:
             raise SettingsError(f"--{'.'.join(map(str, chosen[0]))} is about HTTP: say where to listen (--http)")
         return {}
     host, _, port = http.rpartition(":")
-    if not host or not port.isdigit():
+    if not host or not isinstance(number := as_index(port), int):
         raise SettingsError(f"--http {http} is no address: write HOST:PORT, such as 127.0.0.1:8000")
     if twice := [key for key in chosen if key[1:] in (("host",), ("port",))]:
         raise SettingsError(f"--{'.'.join(map(str, twice[0]))} says again where to listen: --http does")
-    return {"gateway": {"host": host.strip("[]"), "port": int(port)}}
+    return {"gateway": {"host": host.strip("[]"), "port": number}}

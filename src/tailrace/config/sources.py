@@ -20,6 +20,7 @@ Key: TypeAlias = tuple[str | int, ...]
 COMMAND_LINE = "command line"
 """Where settings are given beside a file, unless a program gives them."""
 
+_LONGEST_INDEX = 9
 _HEADER = re.compile(r"^\s*\[(\[)?\s*([\w.\"'-]+)\s*\]?\]")
 _ASSIGNMENT = re.compile(r"^\s*([\w.\"'-]+)\s*=")
 
@@ -99,6 +100,15 @@ def require_shallow(value: Any, what: str) -> None:
     """Raise `SettingsError` for a value that nests too deep to be copied. `what` names it, and where it stands."""
     if is_too_deep(value):
         raise SettingsError(f"{what} nests more than {DEEPEST} lists and tables inside each other")
+
+
+def as_index(part: str) -> str | int:
+    """A part of a dotted key as it stands in a `Key`: a number is an index into a list, all else is a name.
+
+    >>> as_index("0"), as_index("name"), as_index("²")
+    (0, 'name', '²')
+    """
+    return int(part) if part.isascii() and part.isdecimal() and len(part) <= _LONGEST_INDEX else part
 
 
 def find_lines(text: str) -> dict[Key, int]:

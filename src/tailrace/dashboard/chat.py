@@ -12,6 +12,7 @@ import msgspec
 from tailrace.errors import DataError, SettingsError, TransportError
 from tailrace.guards import guarded, read_at_most
 from tailrace.records import Json
+from tailrace.transport.keys import read_http_key
 
 _TIMEOUT_S = 300.0
 _MOST_TOKENS = 4_096
@@ -33,10 +34,7 @@ def chat_place(url: str | None, key_file: Path | None) -> ChatPlace | None:
         raise SettingsError(f"--chat is {url!r}; it must be as http://127.0.0.1:8000")
     if key_file is None:
         raise SettingsError("--chat needs --chat-key: the file that `tailrace serve --http-key` wrote")
-    try:
-        return ChatPlace(url, key_file.read_text(encoding="utf-8").strip())
-    except OSError as error:
-        raise SettingsError(f"--chat-key: cannot read {key_file}: {error.strerror}") from error
+    return ChatPlace(url, read_http_key(key_file, "--chat-key"))
 
 
 class _Gateway(msgspec.Struct):

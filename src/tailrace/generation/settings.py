@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, field_validator, m
 
 from tailrace.generation.decisions import KvCache, WeightPolicy, WeightUpdate
 from tailrace.generation.router.settings import RouterSettings
-from tailrace.models.devices import DeviceIds
+from tailrace.models.devices import DeviceIds, require_device_name
 
 Dtype = Literal["float32", "bfloat16"]
 
@@ -194,6 +194,11 @@ class GeneratorSettings(BaseModel):
         default=None, description="Key file for join_address, which is written where there is none"
     )
     router: RouterSettings = Field(default_factory=RouterSettings)
+
+    @field_validator("device")
+    @classmethod
+    def _names_a_device(cls, device: str) -> str:
+        return require_device_name(device, "generator.device")
 
     @field_validator("connect", mode="before")
     @classmethod

@@ -1,10 +1,39 @@
-"""How settings name GPUs."""
+"""How settings name devices."""
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, TypeAlias
 
 from pydantic import BeforeValidator
+
+from tailrace.errors import SettingsError
+
+_NAME = re.compile(r"cpu|(cuda|xpu|mps)(:[0-9]{1,4})?")
+
+
+def require_device_name(device: str, setting: str) -> str:
+    """The device, where torch has one of that name on some machine. Raises `ValueError`.
+
+    >>> require_device_name("cuda:1", "trainer.device")
+    'cuda:1'
+    """
+    if not _NAME.fullmatch(device):
+        raise ValueError(
+            f"{setting} is {device!r}, which names no device: write cpu, cuda or, for one of several GPUs, cuda:1"
+        )
+    return device
+
+
+def require_device(device: str, setting: str) -> None:
+    """Raise `SettingsError` for a device that this machine has not, or torch was built without. Imports torch."""
+    import torch
+
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # the latter: torch was built without it
+        reason = str(error).partition("\n")[0]
+        raise SettingsError(f"{setting} = {device!r} cannot be used here: {reason}") from error
 
 
 def read_device_ids(value: object) -> object:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from tailrace.config import RunSettings
 from tailrace.errors import DataError, SettingsError
+from tailrace.guards import guarded
 from tailrace.lifecycle.resources import own_shared_memory, own_socket_folder, remove_leftovers
 from tailrace.records import Group
 from tailrace.replay.capture import SETTINGS_FILE, capture_folders, read_capture
@@ -97,7 +98,8 @@ def captured(folder: Path) -> ReplayPlan:
     settings = place / SETTINGS_FILE
     if not settings.is_file():
         raise DataError(f"{settings} is missing: it says how the run formed its batches")
-    return ReplayPlan(groups, RunSettings.model_validate_json(settings.read_text(encoding="utf-8")))
+    with guarded(f"{settings} holds no settings of a run", DataError):
+        return ReplayPlan(groups, RunSettings.model_validate_json(settings.read_bytes()))
 
 
 def made_up(shape: str, routed_experts: str = "0B") -> ReplayPlan:

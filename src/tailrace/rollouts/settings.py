@@ -51,7 +51,7 @@ class RolloutSettings(BaseModel, extra="forbid", frozen=True):
     )
     timeout_s: float = Field(600.0, gt=0, description="Seconds one rollout may take, reward included.")
     reward_timeout_s: float | None = Field(None, gt=0, description="Seconds for `score_group`. Unset: as `timeout_s`.")
-    score_concurrency: int | None = Field(64, ge=1, description="Groups scored at once at most. Unset: all.")
+    score_concurrency: int = Field(64, ge=0, description="Groups scored at once at most; 0: all.")
     rollout_errors: ErrorBudget = Field(ErrorBudget(), description="Rollouts that fail while they are played.")
     score_errors: ErrorBudget = Field(ErrorBudget(), description="Rewards and groups' scores that fail, each apart.")
     workers: int = Field(1, ge=0, le=1024, description="Processes for synchronous code that is not trusted; 0: none.")

@@ -14,6 +14,7 @@ import msgspec
 
 from tailrace.config import RunSettings, with_scaled_deadlines
 from tailrace.lifecycle.event_loop import first_done
+from tailrace.output_files import require_writable, writing_to
 from tailrace.records import Json, Rollout
 from tailrace.reporting.conversations import conversation_lines
 from tailrace.reporting.evaluation_figures import EVALUATED
@@ -52,16 +53,14 @@ class EnvironmentEvaluation:
 async def evaluate_model(
     settings: RunSettings,
     *,
-    save: Path | None = None,
     limit: int | None = None,
     greedy: bool = False,
     given: Mapping[str, object] = MappingProxyType({}),
 ) -> list[EnvironmentEvaluation]:
     """Run every held-out task of every environment once, or the first `limit` of each, with the generators of `train`.
 
-    `save` appends readable rollouts to that file; `greedy` runs every task once more, by greedy decoding; `given` are
-    environments that only this process has. Raises `DataError` when no environment has held-out tasks, and what all
-    generators failed with.
+    `greedy` runs every task once more, by greedy decoding; `given` are environments that only this process has. Raises
+    `DataError` when no environment has held-out tasks, and what all generators failed with.
     """
     require_engine(settings.generator)
     environments = await asyncio.to_thread(load_environments, settings, given)
@@ -83,8 +82,6 @@ async def evaluate_model(
                 ]
             except ExceptionGroup as group:
                 raise group.exceptions[0] from group
-    if save is not None:
-        await asyncio.to_thread(_save, found, save)
     return found
 
 
@@ -101,12 +98,20 @@ async def _evaluate_one(
     return EnvironmentEvaluation(name, found[0], found[1] if greedy else None, clock() - began_s)
 
 
-def _save(evaluations: list[EnvironmentEvaluation], path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab") as file:
-        for evaluation in evaluations:
-            for rollout in evaluation.rollouts:
-                file.write(encode_line(rollout_record(RolloutEntry(rollout, EVALUATED), step=0)))
+def require_savable(path: Path | None, setting: str) -> None:
+    """Raise `SettingsError` where `save_rollouts` could not write there; `setting` says where the path is from."""
+    if path is not None:
+        require_writable(path, setting, makes_folders=True)
+
+
+def save_rollouts(evaluations: list[EnvironmentEvaluation], path: Path, setting: str) -> None:
+    """Append the rollouts, readable, to that file. Raises `DataError`, which names `setting`."""
+    with writing_to(path, setting):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("ab") as file:
+            for evaluation in evaluations:
+                for rollout in evaluation.rollouts:
+                    file.write(encode_line(rollout_record(RolloutEntry(rollout, EVALUATED), step=0)))
 
 
 def evaluation_text(model: str, evaluations: list[EnvironmentEvaluation]) -> str:

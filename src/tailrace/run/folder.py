@@ -186,23 +186,30 @@ def record_settings(settings: RunSettings, paths: RunPaths, recipe: Mapping[str,
     """Write the resolved settings into the folder, and the recipe that they were made of, where there is one.
 
     Where a run goes on with other settings than it had, those are kept in `superseded/`, and the differences returned.
-    Raises `SettingsError` where that is not allowed, and `DataError` where the folder cannot be written.
+    Raises `SettingsError` where that is not allowed or no file can hold them, and `DataError` where the folder cannot
+    be written.
     """
     before = own_settings(paths.root)
     changed = [] if before is None else differences(before, settings)
     if changed and not settings.allow_changed_settings:
         raise SettingsError(_REFUSED.format(paths=paths, changes="\n".join(f"  {one}" for one in changed)))
+    resolved = settings_as_toml(settings)
     with writing(paths.root):
         paths.root.mkdir(parents=True, exist_ok=True)
         if changed:
             _keep(paths.settings, paths.superseded)
         if before is None or changed:
-            written = paths.settings.with_suffix(".toml.part")
-            written.write_text(settings_as_toml(settings), encoding="utf-8")
-            written.replace(paths.settings)  # whatever interrupts this, the run has one file or the other
+            _replace(paths.settings, resolved.encode())
         if recipe is not None:
-            paths.recipe.write_text(tomli_w.dumps(_without_none(recipe)), encoding="utf-8")
+            _replace(paths.recipe, tomli_w.dumps(_without_none(recipe)).encode())
     return changed
+
+
+def _replace(file: Path, content: bytes) -> None:
+    """Whatever interrupts this, the run has one file or the other."""
+    part = file.with_name(f"{file.name}.part")
+    part.write_bytes(content)
+    part.replace(file)
 
 
 def _keep(file: Path, folder: Path) -> None:
@@ -212,13 +219,13 @@ def _keep(file: Path, folder: Path) -> None:
     shutil.copy2(file, folder / f"{file.stem}_{number}{file.suffix}")
 
 
-def _without_none(table: Mapping[str, Any]) -> dict[str, Any]:
+def _without_none(value: Any) -> Any:
     """TOML has no null: what is unset is left out."""
-    return {
-        key: _without_none(value) if isinstance(value, Mapping) else value
-        for key, value in table.items()
-        if value is not None
-    }
+    if isinstance(value, Mapping):
+        return {key: _without_none(one) for key, one in value.items() if one is not None}
+    if isinstance(value, list | tuple):
+        return [_without_none(one) for one in value if one is not None]
+    return value
 
 
 def wind_back(paths: RunPaths, step: int) -> None:
@@ -232,9 +239,7 @@ def wind_back(paths: RunPaths, step: int) -> None:
     try:
         if len(kept) < len(lines):
             _append(paths.superseded / paths.metrics.name, b"".join(line for line in lines if _step_of(line) > step))
-            shortened = paths.metrics.with_suffix(".jsonl.part")
-            shortened.write_bytes(b"".join(kept))
-            shortened.replace(paths.metrics)
+            _replace(paths.metrics, b"".join(kept))
         for path in rollouts:
             _append(paths.superseded / path.name, path.read_bytes())
             path.unlink()

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 
 from tailrace.config import RunSettings
+from tailrace.config.sources import as_index
 from tailrace.errors import SettingsError
 from tailrace.lifecycle.launchers import launcher_class
 from tailrace.models.files import read_json
@@ -57,7 +58,7 @@ def require_room(settings: RunSettings, memory_bytes: int | None = None, *, task
             raise SettingsError(
                 f"{claim.of} would take about {_size(claim.num_bytes)} of memory, and this machine has "
                 f"{_size(memory_bytes)}: lower {claim.key}",
-                key=tuple(int(part) if part.isdigit() else part for part in claim.key.split(".")),
+                key=tuple(map(as_index, claim.key.split("."))),
             )
 
 

@@ -28,7 +28,7 @@ from tailrace.rollouts import ChatRenderer
 from tailrace.run.asked import asked_policies
 from tailrace.run.engines import build_engine, engine_factory, require_engine
 from tailrace.run.ranks import follow_rank, own_device, torchrun_rank
-from tailrace.transport.keys import CurveKeys, read_keys, require_safe_address, write_keys
+from tailrace.transport.keys import CurveKeys, read_http_key, read_keys, require_safe_address, write_keys
 from tailrace.transport.payloads.store import MemoryPayloadStore
 
 ADDRESS = "tcp://127.0.0.1:5757"
@@ -57,6 +57,7 @@ async def serve(
         return ExitCode.FINISHED
     require_safe_address(address, has_keys=key is not None, setting="--address", key_setting="--key")
     keys = await asyncio.to_thread(_keys, key, say) if key else None
+    http_clients = await asyncio.to_thread(_http_key, http_key, say) if settings.gateway is not None else ""
     require_weights(settings.model.name)
     await asyncio.to_thread(remove_leftovers)
     with own_shared_memory(uuid.uuid4().hex) as shared_memory, contextlib.ExitStack() as stack:
@@ -82,13 +83,13 @@ async def serve(
         stack.callback(server.close)
         await generator.ready()
         say(f"{settings.model.name} is served at {server.address}; use it with --generator.connect {server.address}")
-        async with _http(settings, server, http_key, say):
+        async with _http(settings, server, http_clients, say):
             return await _until_signal(server, shared_memory)
 
 
 @contextlib.asynccontextmanager
 async def _http(
-    settings: ServeSettings, server: GeneratorServer, key_file: Path | None, say: Callable[[str], None]
+    settings: ServeSettings, server: GeneratorServer, key: str, say: Callable[[str], None]
 ) -> AsyncIterator[None]:
     """Answers HTTP clients inside, where the settings ask for it: each request is a rollout that nobody trains on."""
     if settings.gateway is None:
@@ -98,7 +99,6 @@ async def _http(
         files = await asyncio.to_thread(tokenizer_folder, settings.model.name, Path(folder))
         renderer = await asyncio.to_thread(partial(ChatRenderer, files, name=settings.model.name))
     new_policy = asked_policies(renderer, server.generator.generate, settings.max_model_tokens)
-    key = await asyncio.to_thread(_http_key, key_file, say)
     async with Gateway(settings.gateway, model=settings.model.name) as gateway:
         await gateway.serve(key, new_policy)
         say(f"HTTP clients are answered at {gateway.root_url} (OpenAI's: {gateway.root_url}/v1)")
@@ -107,14 +107,11 @@ async def _http(
 
 def _http_key(path: Path | None, say: Callable[[str], None]) -> str:
     """That of the file; where there is none yet, a fresh one."""
-    if path is not None and path.exists():
-        key = path.read_text(encoding="utf-8").strip()
-        if not (key.isascii() and key.replace("-", "").replace("_", "").isalnum()):
-            raise SettingsError(f"--http-key: {path} holds no key: letters, digits, - and _, on one line")
-        return key
+    if path is not None and os.path.exists(path):
+        return read_http_key(path, "--http-key")
     key = secrets.token_urlsafe(24)
     if path is None:
-        say(f"their key is {key}")
+        say(f"the key of HTTP clients is {key}")
         return key
     try:
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
@@ -144,7 +141,7 @@ async def _until_signal(server: GeneratorServer, shared_memory: OwnedFolder) -> 
 
 def _keys(path: Path, say: Callable[[str], None]) -> CurveKeys:
     """Those of the file; where there is none yet, fresh ones."""
-    if path.exists():
+    if os.path.exists(path):
         return read_keys(path, "--key")
     keys = write_keys(path, "--key")
     say(f"wrote new keys to {path}; copy it to where the run is, and name it there with --generator.connect_key")

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from tailrace.errors import Diverged, ModelError, TrainingError
+from tailrace.models.devices import require_device
 from tailrace.models.loading import load_causal_lm
 from tailrace.records import Batch, OpenPayload
 from tailrace.tracing.phases import phase
@@ -269,6 +270,7 @@ class Trainer:
     def _load(self, *, replays: bool) -> tuple[PreTrainedModel, RouterReplay | None, PolicyModel]:
         """The model, whole until its last line: each rank keeps its share then."""
         settings = self.settings
+        require_device(settings.device, "trainer.device")
         model = load_causal_lm(self.model_name, dtype="float32", device=settings.device)
         replay = self._make_replay(model, replays=replays)
         self._adapter = add_adapter(model, settings.lora, self.model_name)

@@ -87,6 +87,19 @@ def write_keys(path: Path, setting: str) -> CurveKeys:
     return keys
 
 
+def read_http_key(path: Path, setting: str) -> str:
+    """The key of HTTP clients that a file holds. Raises `SettingsError` that names `setting`."""
+    try:
+        key = path.read_text(encoding="utf-8").strip()
+    except OSError as error:
+        raise SettingsError(f"{setting}: cannot read the key file {path}: {error.strerror}") from error
+    except UnicodeDecodeError:
+        key = ""
+    if not (key.isascii() and key.replace("-", "").replace("_", "").isalnum()):
+        raise SettingsError(f"{setting}: {path} holds no key: letters, digits, - and _, on one line")
+    return key
+
+
 def require_safe_address(address: str, *, has_keys: bool, setting: str, key_setting: str) -> None:
     """Raise `SettingsError` for what is no address, and for one that other machines reach without keys.
 

@@ -111,7 +111,10 @@ async def test_a_rollout_whose_reward_failed_can_be_kept_without_one(renderer: C
     assert rollout.metadata == {"state": "kept"}
 
 
-def test_only_so_many_groups_are_scored_at_once_and_waiting_is_not_within_the_limit(renderer: ChatRenderer) -> None:
+@pytest.mark.parametrize(("at_once", "seen"), [(2, 2), (0, 12)])
+def test_only_so_many_groups_are_scored_at_once_and_waiting_is_not_within_the_limit(
+    renderer: ChatRenderer, at_once: int, seen: int
+) -> None:
     live, most = 0, 0
 
     async def rank(group: Group) -> Group:
@@ -124,11 +127,11 @@ def test_only_so_many_groups_are_scored_at_once_and_waiting_is_not_within_the_li
 
     async def main() -> list[list[Group]]:
         spec = spec_of(score_group=rank)
-        async with rollouter(renderer, spec, score_concurrency=2, reward_timeout_s=1.5) as rollouts:
+        async with rollouter(renderer, spec, score_concurrency=at_once, reward_timeout_s=1.5) as rollouts:
             return await asyncio.gather(*(rollouts.score(group_of(spec, number)) for number in range(12)))
 
     scored = run_in_virtual_time(main())
-    assert most == 2
+    assert most == seen
     assert [group.metrics["score_group_s"] for (group,) in scored] == [1.0] * 12
 
 

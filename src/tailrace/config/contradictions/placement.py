@@ -85,6 +85,22 @@ def _ray(settings: RunSettings) -> Iterator[Contradiction]:
             yield Contradiction(message, key, "placement")
 
 
+def _devices(settings: RunSettings) -> Iterator[Contradiction]:
+    """GPUs that a role on another device would not be given; vLLM takes its own whatever `device` says."""
+    if settings.placement == "ray":  # where none are named
+        return
+    trainer, generator = settings.trainer, settings.generator
+    of_roles = [("trainer", trainer.device, trainer.devices)] if trainer.feed == "batch" else []
+    of_roles += [("generator", generator.device, generator.devices)] if generator.engine != "vllm" else []
+    for section, device, devices in of_roles:
+        if devices and not device.startswith("cuda"):
+            yield Contradiction(
+                f"{section}.devices names GPUs, and {section}.device = {device!r} uses none: write {section}.device = "
+                '"cuda", or leave it out',
+                *(f"{section}.devices", f"{section}.device"),
+            )
+
+
 def _weights(settings: RunSettings) -> Iterator[Contradiction]:
     chosen = settings.transport.weights
     if chosen == "nccl":
@@ -191,6 +207,7 @@ CHECKS = (
     _batches,
     _redis,
     _ray,
+    _devices,
     _weights,
     _agent_workers,
     _gateway,

@@ -58,7 +58,7 @@ async def stream_groups(
         reward: Scores a rollout when it ends; None: what `play` returns is its reward.
         score_group: Rescores, splits or (None) discards a group when its last rollout ended and was scored.
         rollout_concurrency: Rollouts played at once at most; None: all. Tasks are drawn one ahead.
-        score_concurrency: Calls of `score_group` at once at most; None: as many as there are.
+        score_concurrency: Calls of `score_group` at once at most; None or 0: as many as there are.
         rollout_errors: How many rollouts may fail. One that failed is always dropped.
         score_errors: How many rewards and groups may fail to be scored, and whether those are kept.
         progress: Show two progress bars, on this console if it is one.

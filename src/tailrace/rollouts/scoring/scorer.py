@@ -37,12 +37,12 @@ class Scorer:
     """
 
     def __init__(self, *, concurrency: int | None = None, errors: ErrorBudget = RAISE) -> None:
-        """At most `concurrency` groups are scored at once; None: as many as there are."""
+        """At most `concurrency` groups are scored at once; None or 0: as many as there are."""
         self._rewards = ErrorTally(errors, "rewards", "score_errors")
         self._groups = ErrorTally(errors, "groups' scores", "score_errors")
         self._keeps_unscored = errors.on_error == "keep_unscored"
         self._slots: AbstractAsyncContextManager[object] = (
-            nullcontext() if concurrency is None else asyncio.Semaphore(concurrency)
+            asyncio.Semaphore(concurrency) if concurrency else nullcontext()
         )
 
     def has_counted(self, error: Exception) -> bool:

@@ -78,17 +78,14 @@ class CommonLossSettings(BaseModel):
         return self
 
 
-def _clip_low(default: float) -> Any:
-    text = "A token with a negative advantage stops counting below the ratio 1 - clip_low."
+def _clip_low(default: float, of: str = "token") -> Any:
+    text = f"A {of} with a negative advantage stops counting below the ratio 1 - clip_low."
     return Field(default=default, gt=0, lt=1, description=text)
 
 
-def _clip_high(default: float) -> Any:
-    return Field(
-        default=default,
-        gt=0,
-        description="A token with a positive advantage stops counting above the ratio 1 + clip_high.",
-    )
+def _clip_high(default: float, of: str = "token") -> Any:
+    text = f"A {of} with a positive advantage stops counting above the ratio 1 + clip_high."
+    return Field(default=default, gt=0, description=text)
 
 
 def _truncation(default: float) -> Any:
@@ -222,8 +219,8 @@ class GspoSettings(CommonLossSettings):
     denominator: ClassVar = Denominator.SEQUENCES
 
     name: Literal["gspo"] = Field(default="gspo", description="Which loss.")
-    clip_low: float = _clip_low(3e-4)
-    clip_high: float = _clip_high(4e-4)
+    clip_low: float = _clip_low(3e-4, of="sequence")
+    clip_high: float = _clip_high(4e-4, of="sequence")
 
 
 class SapoSettings(CommonLossSettings):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, Self, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from tailrace.models.devices import DeviceIds
+from tailrace.models.devices import DeviceIds, require_device_name
 from tailrace.training.settings.lora import LoraSettings
 from tailrace.training.settings.losses import ClippedRatioSettings, DecoupledPpoSettings, LossSettings
 
@@ -176,6 +176,11 @@ class TrainerSettings(BaseModel):
     def row_groups(self) -> int:
         """To how many groups of ranks, or single ones, the rows of a batch are dealt."""
         return self.ranks // self.sequence_parallel
+
+    @field_validator("device")
+    @classmethod
+    def _names_a_device(cls, device: str) -> str:
+        return require_device_name(device, "trainer.device")
 
     @model_validator(mode="after")
     def _decoupled_ppo_needs_steps(self) -> Self:

@@ -43,6 +43,7 @@ from tailrace.generation.engines.torch.slots import (
 from tailrace.generation.engines.torch.supports import SupportLog
 from tailrace.generation.engines.torch.weights import PreparedModelStateDict
 from tailrace.generation.settings import GeneratorSettings, ModelSettings
+from tailrace.models.devices import require_device
 from tailrace.models.loading import load_causal_lm
 from tailrace.records import FinishReason, GenerationRequest, RequestId
 
@@ -67,7 +68,7 @@ def torch_engine_factory(model: ModelSettings, generator: GeneratorSettings) -> 
 
     def build() -> TorchEngine:
         torch.set_num_threads(generator.threads)
-        _require_device(generator.device)
+        require_device(generator.device, "generator.device")
         loaded = load_causal_lm(model.name, dtype=model.dtype, device=generator.device)
         return TorchEngine(
             loaded,
@@ -450,14 +451,6 @@ class TorchEngine(Engine):
             self._cache.clear_row(row)
             table.forget(row)
         return chunk
-
-
-def _require_device(device: str) -> None:
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:  # the latter: torch was built without it
-        reason = str(error).partition("\n")[0]
-        raise SettingsError(f"generator.device = {device!r} cannot be used here: {reason}") from error
 
 
 def _nothing_sampled(request_id: RequestId, reason: FinishReason = FinishReason.ABORTED) -> SampledTokens:
