@@ -121,10 +121,11 @@ async def _started(talk: Served, client: openai.AsyncOpenAI, **more: Any) -> Any
     return await client.chat.completions.create(**asks(**more), stream=True, stream_options=options)
 
 
+@pytest.mark.parametrize("before", ["", "\n"])
 async def test_a_stream_with_tools_or_reasoning_says_in_the_end_what_the_reply_says(
-    renderer_of: Callable[[str], ChatRenderer],
+    renderer_of: Callable[[str], ChatRenderer], before: str
 ) -> None:
-    replies = [f"<think>hm</think>So: {CALLS}", "<think>hm</think>Three"]
+    replies = [f"{before}<think>hm</think>So: {CALLS}", f"{before}<think>hm</think>Three"]
     async with served(renderer_of("hermes"), replies) as talk, client_of(talk) as client:
         async with client.chat.completions.stream(**asks(tools=[ADD])) as stream:
             whole = await stream.get_final_completion()
