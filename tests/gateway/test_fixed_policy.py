@@ -67,6 +67,15 @@ async def test_a_schema_reaches_the_engine(
         assert answer.json()["text"] == body["text"]
 
 
+@pytest.mark.parametrize(("asked", "sampled"), [(-1, 0), (0, 0), (5, 5)])
+async def test_a_chat_is_sampled_with_its_own_top_k(renderer: ChatRenderer, asked: int, sampled: int) -> None:
+    generate = ScriptedGenerate(renderer.tokenizer, ["Ada"])
+    async with client_of(renderer, generate) as client:
+        answer = await client.post("/v1/chat/completions", json={**CHAT, "top_k": asked})
+    assert answer.status_code == 200, answer.text
+    assert [call.sampling.top_k for call in generate.calls] == [sampled]
+
+
 async def test_clients_that_ask_the_same_keep_their_own_system_messages(renderer: ChatRenderer) -> None:
     generate, systems = ScriptedGenerate(renderer.tokenizer, ["Ada"]), ["Answer in French.", "You are a judge."]
     async with client_of(renderer, generate, GatewaySettings(system_messages="first")) as client:

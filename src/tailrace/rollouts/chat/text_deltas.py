@@ -3,8 +3,8 @@
     chunks ─► tokens without the one that ends it ─► complete characters ─► what no marker or stop string can take back
 
 What is handed on is always the beginning of what the reply will say. Where that cannot be known yet, or never (a tool
-call, reasoning, bytes that are no text), the rest stays with the reply. So does white space before a reply's first other
-character: where that begins a marker, the reply does not have it.
+call, reasoning, bytes that are no text), the rest stays with the reply. So does white space before a reply's first
+other character: where that begins a marker, the reply does not have it.
 """
 
 from __future__ import annotations
