@@ -121,10 +121,11 @@ async def _started(talk: Served, client: openai.AsyncOpenAI, **more: Any) -> Any
     return await client.chat.completions.create(**asks(**more), stream=True, stream_options=options)
 
 
+@pytest.mark.parametrize("before", ["", "\n"])
 async def test_a_stream_with_tools_or_reasoning_says_in_the_end_what_the_reply_says(
-    renderer_of: Callable[[str], ChatRenderer],
+    renderer_of: Callable[[str], ChatRenderer], before: str
 ) -> None:
-    replies = [f"<think>hm</think>So: {CALLS}", "<think>hm</think>Three"]
+    replies = [f"{before}<think>hm</think>So: {CALLS}", f"{before}<think>hm</think>Three"]
     async with served(renderer_of("hermes"), replies) as talk, client_of(talk) as client:
         async with client.chat.completions.stream(**asks(tools=[ADD])) as stream:
             whole = await stream.get_final_completion()
@@ -281,6 +282,13 @@ async def test_the_key_may_be_in_the_path(renderer: ChatRenderer) -> None:
     assert answer.json()["choices"][0]["message"]["content"] == "Ada"
 
 
+async def test_vllms_way_to_keep_all_tokens_is_what_a_run_that_keeps_them_samples(renderer: ChatRenderer) -> None:
+    async with served(renderer) as talk:
+        answer = await post(talk, asks(top_k=-1, min_p=0.0))
+    assert answer.status_code == 200, answer.text
+    assert talk.generate.scripted.calls[0].sampling.top_k == 0
+
+
 async def test_a_seed_and_a_temperature_are_the_requests_own_or_the_runs(renderer: ChatRenderer) -> None:
     for whose, temperature in (("client", 0.5), ("run", 1.0)):
         async with served(renderer, settings={"sampling": whose}) as talk:
@@ -295,6 +303,8 @@ async def test_a_seed_and_a_temperature_are_the_requests_own_or_the_runs(rendere
     [
         ({"n": 2}, "n"),
         ({"top_p": 0.9}, "top_p"),
+        ({"top_k": 5}, "top_k"),
+        ({"top_k": -2}, "top_k"),
         ({"frequency_penalty": 0.1}, "frequency_penalty"),
         ({"logit_bias": {"5": 1}}, "logit_bias"),
         ({"logprobs": True, "top_logprobs": 3}, "top_logprobs"),

@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tailrace.config.gateway import GatewaySettings
 from tailrace.gateway import Gateway
 from tailrace.generation.engine_thread.generator import Generator
 from tailrace.generation.engines.simulated import SimulatedEngine
@@ -28,13 +29,15 @@ MESSAGE = {**CHAT, "max_tokens": 9}
 
 
 @contextlib.asynccontextmanager
-async def client_of(renderer: ChatRenderer, generate: Generate) -> AsyncIterator[httpx.AsyncClient]:
+async def client_of(
+    renderer: ChatRenderer, generate: Generate, settings: GatewaySettings | None = None
+) -> AsyncIterator[httpx.AsyncClient]:
     def new_policy(sampling: SamplingParams) -> RolloutPolicy:
         task = Task(TaskId("http/0"), "http", 0, {})
         rollout = Rollout(RolloutId("http#0"), GroupId("http#0"), task, sampling)
         return RolloutPolicy(rollout, renderer=renderer, generate=generate, max_turns=1)
 
-    async with Gateway() as gateway:
+    async with Gateway(settings) as gateway:
         await gateway.serve("key", new_policy)
         headers = {"authorization": "Bearer key"}
         async with httpx.AsyncClient(base_url=gateway.root_url, headers=headers, timeout=30) as client:
@@ -62,6 +65,25 @@ async def test_a_schema_reaches_the_engine(
     assert [call.sampling.json_schema for call in generate.calls] == [schema]
     if path == "responses":
         assert answer.json()["text"] == body["text"]
+
+
+@pytest.mark.parametrize(("asked", "sampled"), [(-1, 0), (0, 0), (5, 5)])
+async def test_a_chat_is_sampled_with_its_own_top_k(renderer: ChatRenderer, asked: int, sampled: int) -> None:
+    generate = ScriptedGenerate(renderer.tokenizer, ["Ada"])
+    async with client_of(renderer, generate) as client:
+        answer = await client.post("/v1/chat/completions", json={**CHAT, "top_k": asked})
+    assert answer.status_code == 200, answer.text
+    assert [call.sampling.top_k for call in generate.calls] == [sampled]
+
+
+async def test_clients_that_ask_the_same_keep_their_own_system_messages(renderer: ChatRenderer) -> None:
+    generate, systems = ScriptedGenerate(renderer.tokenizer, ["Ada"]), ["Answer in French.", "You are a judge."]
+    async with client_of(renderer, generate, GatewaySettings(system_messages="first")) as client:
+        for system in systems:
+            messages = [{"role": "system", "content": system}, user("who?")]
+            await client.post("/v1/chat/completions", json={"model": "m", "messages": messages})
+    for system, call in zip(systems, generate.calls, strict=True):
+        assert system in renderer.text(call.prompt_token_ids.tolist())
 
 
 @pytest.mark.parametrize(

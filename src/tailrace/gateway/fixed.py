@@ -25,6 +25,7 @@ class FixedPolicy(Session):
         super().__init__(key, root_url, new_policy(SamplingParams()), settings)
         self._new_policy = new_policy
         self.keeps_sampling = True  # what a request asks for is in its policy
+        self.system_messages = None  # another client may ask the same under its own, and no branch is to be kept
 
     @override
     def policy_for(self, request: ChatRequest | TokenRequest) -> RolloutPolicy:

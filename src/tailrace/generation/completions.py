@@ -18,8 +18,11 @@ WORK_AT_ONCE = 64
 """Short replies that are handed to their readers before others have a turn of the event loop: about a millisecond."""
 _TOKENS_PER_REPLY = 32
 """Reading so many tokens back into text takes whoever awaits a reply as long as all else that a short one costs."""
-_ADDED = ("queue_s", "decode_s", "cached_prompt_tokens", "preemptions", "mixed_cache_tokens", "nonfinite_logprobs")
+_ADDED = ("queue_s", "decode_s", "preemptions", "mixed_cache_tokens", "nonfinite_logprobs")
 """Metrics that add up over the parts of an interrupted completion."""
+_OF_FIRST = ("time_to_first_token_s", "cached_prompt_tokens")
+"""Those of the first part that sampled anything: the cache of a later one holds more than the prompt."""
+_NONE_YET = dict.fromkeys((*_ADDED, "cached_prompt_tokens"), 0.0)
 
 
 def as_chunk(sampled: SampledTokens) -> Completion:
@@ -43,7 +46,7 @@ def assembled(
 
     `waited_s` passed before the engine was given the request: it is queue time.
     """
-    own = dict.fromkeys(_ADDED, 0.0) | (sampled[-1].metrics if sampled else {})
+    own = _NONE_YET | (sampled[-1].metrics if sampled else {})
     own["queue_s"] += waited_s
     if "time_to_first_token_s" in own:
         own["time_to_first_token_s"] += waited_s
@@ -61,7 +64,7 @@ def joined(
     Log-probabilities that are not finite are counted in `metrics["nonfinite_logprobs"]`, and stay what they are.
     """
     parts = [*chunks] if prefix is None else [prefix, *chunks]
-    own = dict.fromkeys(_ADDED, 0.0) | dict(metrics or {})
+    own = _NONE_YET | dict(metrics or {})
     own["mixed_cache_tokens"] += sum(end - start for chunk in chunks for start, end in chunk.mixed_spans)
     own["nonfinite_logprobs"] += sum(count_nonfinite(chunk.logprobs) for chunk in chunks)
     own["preemptions"] += finish_reason is FinishReason.ABORTED
@@ -161,6 +164,6 @@ def _together(prefix: Completion, own: Mapping[str, float]) -> dict[str, float]:
     """Metrics of a completion whose first part was sampled before."""
     before = prefix.metrics
     metrics = {**before, **own, **{name: before.get(name, 0.0) + own[name] for name in _ADDED}}
-    if prefix.num_tokens and "time_to_first_token_s" in before:
-        metrics["time_to_first_token_s"] = before["time_to_first_token_s"]
+    if prefix.num_tokens:
+        metrics.update((name, before[name]) for name in _OF_FIRST if name in before)
     return metrics

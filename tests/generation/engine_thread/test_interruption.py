@@ -24,7 +24,7 @@ from tailrace.records import (
     GenerationRequest,
     SamplingParams,
 )
-from tests.generation.engine_support import Driver, greedy_reference, make_engine, prompts, request
+from tests.generation.engine_support import Brake, Driver, greedy_reference, make_engine, prompts, request
 from tests.generation.loop_support import World, let_others_run
 
 PROMPTS = prompts(4, seed=2, longest=14)
@@ -129,6 +129,21 @@ async def test_a_prompt_of_four_three_saved_and_three_new_are_exactly_four_and_s
     branch = branch_of(prompt, done)
     assert branch.num_tokens == 4 + 6
     assert branch.loss_mask.tolist() == [False] * 4 + [True] * 6
+
+
+async def test_what_was_cached_of_the_prompt_is_what_the_first_part_found(model) -> None:
+    prompt, brake = list(range(1, 31)), Brake()
+    async with Generator(lambda: make_engine(model, brake, chunk_tokens=4)) as generator:
+        await generator.generate(request("turn1", prompt[:20], session="s", max_tokens=1))
+        asked, sampled = request("turn2", prompt, session="s", max_tokens=60), asyncio.Event()
+        task = asyncio.create_task(generator.generate(asked, lambda _: sampled.set()))
+        await sampled.wait()
+        await generator.interrupt()
+        part = await task
+        brake.let_go()
+        whole = await generator.generate(replace(asked, request_id="rest", prefix=part))
+    assert 0 < part.num_tokens < whole.num_tokens
+    assert [one.metrics["cached_prompt_tokens"] for one in (part, whole)] == [20, 20]
 
 
 @pytest.mark.parametrize(

@@ -102,6 +102,18 @@ def test_a_prompt_copied_from_the_group_comes_with_its_routing(model: PreTrained
         assert_routed_from(driver, f"r{index}", model, [*prompt, *one.token_ids.tolist()], start=0)
 
 
+def test_a_prompt_whose_row_is_taken_over_comes_with_its_routing(model: PreTrainedModel) -> None:
+    driver = make_driver(model, slots=1)
+    prompt = list(range(1, 21))
+    driver.run(request("first", prompt, group="g", max_tokens=4))
+    driver.engine.add(request("second", prompt, group="g", max_tokens=4))
+    for _ in range(10):
+        driver.step()
+    done = driver.done["second"]
+    assert done.metrics["cached_prompt_tokens"] == len(prompt) - 1
+    assert_routed_from(driver, "second", model, [*prompt, *done.token_ids.tolist()], start=0)
+
+
 def interrupted(driver: Driver) -> Completion:
     driver.engine.add(request("r", [1, 2, 3], seed=5, max_tokens=20))
     for _ in range(8):

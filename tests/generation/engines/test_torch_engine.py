@@ -123,6 +123,39 @@ def test_a_group_computes_its_prompt_once(model) -> None:
         np.testing.assert_allclose(one.logprobs, forward_logprobs(model, prompt, one.token_ids), atol=1e-4)
 
 
+def test_with_one_slot_a_group_takes_over_the_row_of_its_own_prompt(model) -> None:
+    driver = Driver(make_engine(model, slots=1))
+    prompt = list(range(1, 21))
+    for index in range(3):
+        driver.engine.add(request(f"r{index}", prompt, group="g", max_tokens=4))
+    steps_until(driver, ["r0", "r1", "r2"])
+    assert driver.engine.statistics().prefilled_tokens_total == len(prompt) - 1
+    for one in driver.done.values():
+        np.testing.assert_allclose(one.logprobs, forward_logprobs(model, prompt, one.token_ids), atol=1e-4)
+
+
+def test_the_only_idle_row_is_taken_though_the_prompt_would_be_copied_from_it(model) -> None:
+    driver = Driver(make_engine(model, slots=2))
+    prompt = list(range(1, 21))
+    driver.run(request("first", prompt, group="g", max_tokens=4))
+    driver.engine.add(request("other", [3, 1, 4], max_tokens=100))
+    driver.step()
+    driver.engine.add(request("second", prompt, group="g", max_tokens=4))
+    steps_until(driver, ["second"])
+    assert "other" not in driver.done
+    second = driver.done["second"]
+    assert second.metrics["cached_prompt_tokens"] == len(prompt) - 1
+    np.testing.assert_allclose(second.logprobs, forward_logprobs(model, prompt, second.token_ids), atol=1e-4)
+
+
+def steps_until(driver: Driver, names: list[str], *, most: int = 60) -> None:
+    for _ in range(most):
+        driver.step()
+        if driver.done.keys() >= set(names):
+            return
+    raise AssertionError(f"after {most} steps, {[*driver.done]} of {names} are done")
+
+
 def test_an_interrupted_completion_continues_as_if_it_never_stopped(model) -> None:
     [whole] = Driver(make_engine(model)).run(request("r", [1, 2, 3], seed=5, max_tokens=20))
     driver = Driver(make_engine(model))

@@ -3,11 +3,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tailrace.records import Completion, FinishReason
 from tailrace.rollouts import ChatRenderer
+from tailrace.rollouts.chat.replies import read_reply
 from tailrace.rollouts.chat.text_deltas import TextDeltas
 
 PIECES = ["Ada", " and ", "<", "think>", "<tool_", "call>", "\n", "é", "日本", "🙂", "st", "op", " ", "s"]
@@ -51,8 +53,27 @@ def test_what_is_streamed_is_always_the_beginning_of_what_the_reply_says(
     ends = [text.index(one) for one in [*stop, "<think>", "<tool_call>"] if one in text]
     said = heard(renderer, [*token_ids, renderer.stop_token_ids[0]], sizes, stop)
     assert text[: min(ends, default=len(text))].startswith(said)
+    strings = [text.index(one) for one in stop if one in text]
+    assert read_reply(text[: min(strings, default=len(text))]).content.startswith(said)
 
 
 def test_plain_text_is_streamed_whole_but_for_what_may_become_a_marker(renderer: ChatRenderer) -> None:
     token_ids = renderer.tokenizer.encode("Ada, 日本 <3 and <tool")
     assert heard(renderer, token_ids, [1] * 99, []) == "Ada, 日本 <3 and "
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("\n \n<think>hm</think>\n\nAda", ""),
+        ("\n \n<tool_call>{}</tool_call>", ""),
+        ("\n \nstop", ""),
+        ("\n \nAda <3\n\n", "\n \nAda <3\n\n"),
+        ("\n \n", ""),
+    ],
+)
+def test_white_space_is_streamed_with_what_follows_it_or_stays_with_the_reply(
+    renderer: ChatRenderer, text: str, said: str
+) -> None:
+    token_ids = renderer.tokenizer.encode(text)
+    assert heard(renderer, token_ids, [1] * 99, ["stop"]) == said

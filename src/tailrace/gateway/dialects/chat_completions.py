@@ -22,6 +22,7 @@ from tailrace.gateway.dialects.fields import (
     stop_strings,
     streams_usage,
     text_of,
+    vllm_top_k,
 )
 from tailrace.gateway.dialects.forced_calls import offered, openai_choice
 from tailrace.gateway.dialects.json_form import read_form
@@ -113,7 +114,7 @@ class ChatCompletions(Dialect):
             max_tokens=min((one for one in asked if one is not None), default=None),
             temperature=number(body, "temperature"),
             top_p=number(body, "top_p"),
-            top_k=optional(body, "top_k", int),
+            top_k=vllm_top_k(body),
             seed=optional(body, "seed", int),
             stop=stop_strings(body.get("stop"), "stop"),
             streams=streams,

@@ -93,6 +93,16 @@ def number(body: Mapping[str, Json], name: str) -> float | None:
     return None if value is None else of_type(value, float, name)
 
 
+def vllm_top_k(body: Mapping[str, Json]) -> int | None:
+    """vLLM's `top_k`, for which -1 keeps all tokens, as 0 does.
+
+    >>> vllm_top_k({"top_k": -1}), vllm_top_k({"top_k": 5}), vllm_top_k({})
+    (0, 5, None)
+    """
+    value = optional(body, "top_k", int)
+    return 0 if value == -1 else value
+
+
 def stop_strings(value: Json, name: str) -> tuple[str, ...]:
     """One string, or a list of them. Raises `RequestInvalid` for an empty one."""
     if value is None:

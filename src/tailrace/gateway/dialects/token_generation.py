@@ -13,7 +13,15 @@ from collections.abc import Mapping
 import msgspec
 import numpy as np
 
-from tailrace.gateway.dialects.fields import number, of_type, optional, require_known, stop_strings, streams_usage
+from tailrace.gateway.dialects.fields import (
+    number,
+    of_type,
+    optional,
+    require_known,
+    stop_strings,
+    streams_usage,
+    vllm_top_k,
+)
 from tailrace.gateway.dialects.protocol import Answer, Failure, RequestInvalid, Stream
 from tailrace.gateway.dialects.token_events import TokenEvents
 from tailrace.gateway.dialects.token_output import ended, tokens
@@ -110,14 +118,13 @@ class TokenGeneration:
             reasons=_SAMPLING_REASONS,
         )
         ends = sampling.get("stop_token_ids")
-        top_k = optional(sampling, "top_k", int)
         return TokenRequest(
             request_id=optional(body, "request_id", str),
             token_ids=_token_ids(body.get("token_ids"), "token_ids"),
             max_tokens=optional(sampling, "max_tokens", int),
             temperature=number(sampling, "temperature"),
             top_p=number(sampling, "top_p"),
-            top_k=0 if top_k == -1 else top_k,
+            top_k=vllm_top_k(sampling),
             seed=optional(sampling, "seed", int),
             stop=stop_strings(sampling.get("stop"), "stop"),
             stop_token_ids=tuple(_token_ids(ends, "stop_token_ids").tolist()) if ends else None,

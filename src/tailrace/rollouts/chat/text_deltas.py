@@ -3,7 +3,8 @@
     chunks ─► tokens without the one that ends it ─► complete characters ─► what no marker or stop string can take back
 
 What is handed on is always the beginning of what the reply will say. Where that cannot be known yet, or never (a tool
-call, reasoning, bytes that are no text), the rest stays with the reply.
+call, reasoning, bytes that are no text), the rest stays with the reply. So does white space before a reply's first
+other character: where that begins a marker, the reply does not have it.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ class TextDeltas:
         """Tokens before `_read` are text already; those from `_context_start` on are decoded again with the next ones,
         since what a token says may depend on the one before it."""
         self._held = ""
-        """Text that may turn out to be the beginning of a marker or of a stop string."""
+        """Text that may turn out to be the beginning of a marker or of a stop string, or the white space before one."""
+        self._is_blank = True
+        """Nothing was handed on yet."""
         self._is_over = False
 
     def __call__(self, chunk: Completion) -> None:
@@ -66,7 +69,10 @@ class TextDeltas:
         else:
             kept = self._beginning_of_an_end(text)
             text, self._held = text[: len(text) - kept], text[len(text) - kept :]
-        if text:
+        if self._is_blank and not text.strip():
+            self._held = text + self._held
+        elif text:
+            self._is_blank = False
             self._on_text(text)
 
     def _beginning_of_an_end(self, text: str) -> int:

@@ -43,7 +43,10 @@ class Placement:
     kept_tokens: int
     """Tokens of the row's own cache that the context starts with."""
     donor: int | None = None
-    """Row to copy the first `copied_tokens` from: another request of the group has the same prompt."""
+    """Row to copy the first `copied_tokens` from: another request of the group has the same prompt.
+
+    It is `row` itself where no other one is vacant; the tokens then stay where they are.
+    """
     copied_tokens: int = 0
     evicts: bool = False
     """Whether another session's cache is lost."""
@@ -180,7 +183,8 @@ def place(table: SlotTable, request: GenerationRequest, context: Int32Array, reu
     """Where `request` goes now; None when it has to wait, for a row or for a prompt that its group is computing.
 
     Its own session's row first. Otherwise a free row, or the idle row used longest ago; and if a row of the same group
-    holds more of the context, the shared part is copied instead of computed. Both only as far as `reuse` allows.
+    holds more of the context, the shared part is copied instead of computed; where that row is the only vacant one, it
+    is taken over. All only as far as `reuse` allows.
     """
     useful = len(context) - 1  # the last token always goes through the model
     row, kept = _session_row(table, request, context[:useful], reuse)
@@ -192,7 +196,7 @@ def place(table: SlotTable, request: GenerationRequest, context: Int32Array, reu
         donor, shared = None, 0
     if row is not None:
         return Placement(row, kept, donor, shared)
-    row = _vacant_row(table, avoid=donor)
+    row = _vacant_row(table, spare=donor)
     if row is None:
         return None
     return Placement(row, 0, donor, shared, evicts=bool(table.state[row] == RowState.IDLE))
@@ -249,9 +253,10 @@ def _donor(table: SlotTable, request: GenerationRequest, context: Int32Array, re
     return best, best_length
 
 
-def _vacant_row(table: SlotTable, avoid: int | None) -> int | None:
+def _vacant_row(table: SlotTable, spare: int | None) -> int | None:
+    """A free row, or the idle one used longest ago, `spare` only where it is the only one."""
     free = np.flatnonzero(table.state == RowState.FREE)
     if len(free):
         return int(free[0])
-    idle = [row for row in np.flatnonzero(table.state == RowState.IDLE).tolist() if row != avoid]
-    return min(idle, key=lambda row: int(table.used_at[row])) if idle else None
+    idle = np.flatnonzero(table.state == RowState.IDLE).tolist()
+    return min(idle, key=lambda row: (row == spare, int(table.used_at[row])), default=None)
