@@ -128,6 +128,16 @@ async def test_http_is_the_fallback_of_a_server_without_a_websocket() -> None:
             await rollout(at(server.url, transport="websocket"), "hush")
 
 
+async def test_a_refused_handshake_costs_its_rollout_and_others_keep_their_sessions() -> None:
+    async with fakes.served(fakes.FakeServer(refuses_with=[503, 401])) as server:
+        spec = at(server.url)
+        for status in (503, 401):
+            with pytest.raises(EnvironmentFailed, match=f"opened no WebSocket, though it may have one: .*{status}"):
+                await rollout(spec, "hush")
+        await rollout(spec, "hush", "stop")
+    assert server.most == 1  # session: the one that a WebSocket is
+
+
 @pytest.mark.parametrize(
     ("fault", "says"),
     [

@@ -33,6 +33,8 @@ _FULL_PAUSE_S = (0.05, 1.0)
 _KEPT_CHARACTERS = 2_000
 _READ_OUT_S = 2.0
 """For what a server had written; another process may hold its pipe for ever."""
+_NO_WEBSOCKET = (403, 404, 405, 426)
+"""How servers without `/ws` answer a handshake; of others (401, 503, ...) a server that has it may be behind."""
 _UVICORN = """
 import os, runpy, sys, threading
 threading.Thread(target=lambda: (os.read(0, 1), os._exit(0)), daemon=True).start()
@@ -209,8 +211,10 @@ class _Running:
                 )
                 return _WebSocketSession(self._server, socket_)
             except InvalidStatus as error:
-                if self._server.transport == "websocket":
-                    raise self._server.failed(f"has no WebSocket: {error}") from error
+                lacks_it = error.response.status_code in _NO_WEBSOCKET
+                if not lacks_it or self._server.transport == "websocket":
+                    what = "has no WebSocket" if lacks_it else "opened no WebSocket, though it may have one"
+                    raise self._server.failed(f"{what}: {error}") from error
                 self._by_http = True
             except (OSError, TimeoutError) as error:
                 raise self._server.failed(f"cannot be reached: {error}") from error
