@@ -237,20 +237,29 @@ class _Running:
             )
             base = f"http://127.0.0.1:{listening.getsockname()[1]}"
         self._tasks = [asyncio.create_task(self._listen(process)), asyncio.create_task(self._hold(process))]
-        async with self._server._http(base) as client:
-            health = asyncio.ensure_future(client.get("/health", timeout=self._server.start_timeout_s))
-            ended = asyncio.ensure_future(process.wait())
-            await asyncio.wait(
-                {health, ended}, timeout=self._server.start_timeout_s, return_when=asyncio.FIRST_COMPLETED
-            )
-            is_up = health.done() and not health.cancelled() and health.exception() is None
-            for task in (health, ended):
-                task.cancel()
-            await asyncio.wait({health, ended})
+        is_up = False
+        try:
+            is_up = await self._comes_up(process, base)
+        finally:
+            if not is_up:  # or the rollout that waits here was cancelled: the next one starts another server
+                await self.close()
         if not is_up:
-            await self.close()
             raise self._server.failed(f"did not come up within {self._server.start_timeout_s:g} s, or ended before")
         return base
+
+    async def _comes_up(self, process: Process, base: str) -> bool:
+        """Whether it answers, within its time and before it ends."""
+        limit_s = self._server.start_timeout_s
+        async with self._server._http(base) as client:
+            health = asyncio.ensure_future(client.get("/health", timeout=limit_s))
+            ended = asyncio.ensure_future(process.wait())
+            try:
+                await asyncio.wait({health, ended}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for task in (health, ended):
+                    task.cancel()
+                await asyncio.gather(health, ended, return_exceptions=True)
+            return not health.cancelled() and health.exception() is None
 
     async def close(self) -> None:
         process, self._process = self._process, None
