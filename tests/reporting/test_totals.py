@@ -61,6 +61,19 @@ def test_a_skipped_step_trained_nothing() -> None:
     assert (totals.staleness_mean, totals.staleness_max) == (0.5, 4)
 
 
+@pytest.mark.parametrize("versions", [(1, 1, 2, 2), (1, 2, 3, 4)])
+def test_where_lines_say_which_steps_were_skipped_their_versions_do_not(versions: tuple[int, ...]) -> None:
+    """A trainer outside publishes every second step; ours, started again, skips a step that had made a version."""
+    told = [
+        {**line, "policy/version": version, "policy/skipped_steps": int(line["step"] == 3)}
+        for line, version in zip(LINES, versions, strict=True)
+    ]
+    totals = RunTotals(told)
+    assert (totals.tokens_trained, totals.rollouts_trained) == (10 + 20 + 40, 12)
+    assert totals.ledger() == RunTotals(LINES).ledger()
+    assert totals.sum("policy/skipped_steps") == 1
+
+
 def test_the_ledger_of_the_lines_balances_and_knows_what_was_in_flight() -> None:
     ledger = RunTotals(LINES).ledger()
     assert ledger.balances

@@ -86,14 +86,15 @@ class Trainer:
             samples += pulled
         return samples
 
-    async def step(self, number: int, samples: list[FeedSample]) -> None:
+    async def step(self, number: int, samples: list[FeedSample], version: int | None = None) -> None:
+        """It made the weights of its number, or left those of `version`."""
         self.taken.append(samples)
         ids = tuple(one.sample_id for one in samples)
         metrics = {"training/loss": 0.5, "mine": float(number), "broken": math.nan}
-        await self.rank.report(
-            StepDone(consumer="rank-0", step=number, version=number, sample_ids=ids, metrics=metrics)
-        )
-        await self.write_weights(number)
+        told = number if version is None else version
+        await self.rank.report(StepDone(consumer="rank-0", step=number, version=told, sample_ids=ids, metrics=metrics))
+        if version is None:
+            await self.write_weights(number)
 
     async def write_weights(self, version: int) -> None:
         folder = self.folder / f"version_{version}"
@@ -229,6 +230,31 @@ def test_a_resumed_run_goes_on_where_its_trainer_does(tmp_path: Path) -> None:
     assert (after.status, after.steps) == (RunStatus.FINISHED, 10)
     assert Counter(trained_tasks(tmp_path / "run")) == {f"words/train/{index}": 2 for index in range(20)}
     assert [line["step"] for line in records(tmp_path / "run" / "metrics.jsonl")] == list(range(1, 11))
+
+
+def test_steps_that_leave_the_version_as_it_was_are_counted_as_trained_across_a_resume(tmp_path: Path) -> None:
+    """Its versions are 0, 2, 2, 4: it publishes every second step."""
+
+    def program(steps: range, end: RunStatus) -> Callable[[MemorySampleStream], Awaitable[None]]:
+        async def run(samples: MemorySampleStream) -> None:
+            trainer = Trainer(samples, tmp_path / f"weights_{steps.start}")
+            await trainer.begin(steps.start - 1)
+            for number in steps:
+                await trainer.step(number, await trainer.pull(4), version=number - 1 if number % 2 else None)
+            await trainer.end(end)
+
+        return run
+
+    before = asyncio.run(run_with(tmp_path, program(range(1, 3), RunStatus.FAILED)))
+    assert before.ledger.by_state[TerminalState.TRAINED] == 8
+    after = asyncio.run(run_with(tmp_path, program(range(3, 5), RunStatus.FINISHED), resume=True))
+    lines = records(tmp_path / "run" / "metrics.jsonl")
+    assert [line["policy/version"] for line in lines] == [0, 2, 2, 4]
+    assert after.tokens_trained == sum(line["batch/loss_tokens"] for line in lines)
+    assert after.ledger.by_state[TerminalState.TRAINED] == 16
+    states = Counter(record["outcome"]["state"] for record in rollouts(tmp_path / "run"))
+    assert states["trained"] == 16
+    assert after.ledger.balances
 
 
 async def _steps_of_nothing(trainer: Trainer) -> None:

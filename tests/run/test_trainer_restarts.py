@@ -156,6 +156,8 @@ def test_steps_keep_their_versions_where_other_ones_are_skipped_the_second_time(
     assert {step for step in skipped if isinstance(first[step], StepTrained)} == {
         step for step, reason in skipped.items() if reason == "non_finite"
     }
+    lines = {line["step"]: line["policy/skipped_steps"] for line in records(run.folder / "metrics.jsonl")}
+    assert lines == {step: isinstance(event, StepSkipped) for step, event in (second | first).items()}
     summary = read_summary(run.folder)
     assert (summary.status, summary.steps) == (RunStatus.FINISHED, 12)
     assert summary.ledger.balances

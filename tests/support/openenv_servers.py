@@ -13,7 +13,7 @@ from typing import Any
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
@@ -34,6 +34,8 @@ class FakeServer:
     capacity: int = 8
     action: dict[str, Any] = field(default_factory=lambda: WORD)
     has_websocket: bool = True
+    refuses_with: list[int] = field(default_factory=list)
+    """HTTP statuses with which the next handshakes are refused."""
     fault: str = ""
     resets: list[dict[str, Any]] = field(default_factory=list)
     actions: list[dict[str, Any]] = field(default_factory=list)
@@ -61,6 +63,9 @@ class FakeServer:
         return {"type": "observation", "data": self.step(message["data"])}
 
     async def converse(self, connection: WebSocket) -> None:
+        if self.refuses_with:
+            await connection.send_denial_response(Response(status_code=self.refuses_with.pop(0)))
+            return
         await connection.accept()
         self.headers.append(connection.headers.get("authorization", ""))
         if self.open >= self.capacity:

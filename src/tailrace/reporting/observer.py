@@ -234,6 +234,7 @@ class RunObserver(SchedulerObserver):
             self._recorder.update(event.metrics)
         self._recorder.add("generation/tokens_per_s", rate)
         self._recorder.add("policy/version", event.version)
+        self._recorder.add("policy/skipped_steps", float(isinstance(event, StepSkipped)))
         self._recorder.add("sinks/dropped_records", self._sink.lost_records)
         for gauge in self._gauges:
             self._recorder.update(gauge())

@@ -79,7 +79,7 @@ class RunTotals:
         for name, value in metrics.items():
             self._reduce(name, value)
         if "policy/version" in metrics:
-            self._add_step(metrics, is_trained=metrics["policy/version"] > before_version)
+            self._add_step(metrics, is_trained=_is_trained(metrics, before_version))
         self.clock_s = max(self.clock_s, metrics.get("wall_s", 0.0))
         for environment in evaluated_environments(metrics):
             before = self.evaluations.get(environment)
@@ -179,6 +179,16 @@ def mismatch_in(metrics: Mapping[str, float]) -> str | None:
     'training/logprob_difference'
     """
     return next((name for name, most in MISMATCH_NATS.items() if metrics.get(name, 0.0) > most), None)
+
+
+def _is_trained(metrics: Mapping[str, float], before_version: int) -> bool:
+    """Whether a step's line is of one that was not skipped: an outside trainer may train several on one version.
+
+    Lines of older runs do not say so, and are judged by whether they raise the version.
+    """
+    if "policy/skipped_steps" in metrics:
+        return metrics["policy/skipped_steps"] == 0
+    return metrics["policy/version"] > before_version
 
 
 def read_totals(metrics: Path) -> RunTotals:

@@ -128,6 +128,16 @@ async def test_http_is_the_fallback_of_a_server_without_a_websocket() -> None:
             await rollout(at(server.url, transport="websocket"), "hush")
 
 
+async def test_a_refused_handshake_costs_its_rollout_and_others_keep_their_sessions() -> None:
+    async with fakes.served(fakes.FakeServer(refuses_with=[503, 401])) as server:
+        spec = at(server.url)
+        for status in (503, 401):
+            with pytest.raises(EnvironmentFailed, match=f"opened no WebSocket, though it may have one: .*{status}"):
+                await rollout(spec, "hush")
+        await rollout(spec, "hush", "stop")
+    assert server.most == 1  # session: the one that a WebSocket is
+
+
 @pytest.mark.parametrize(
     ("fault", "says"),
     [
@@ -165,6 +175,57 @@ async def test_a_package_whose_server_does_not_start_is_told_with_what_it_wrote(
     assert spec.check is not None
     with pytest.raises(SettingsError, match=r"(?s)the OpenEnv server no_such_env .*No module named 'no_such_env'"):
         await asyncio.to_thread(spec.check)
+
+
+_HELD_APP = """
+import json, time
+from pathlib import Path
+
+Path("begun").touch()
+while not Path("may_start").exists():
+    time.sleep(0.02)
+
+async def app(scope, receive, send):
+    assert scope["type"] == "http"
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": json.dumps({"observation": "hi"}).encode()})
+"""
+
+
+@pytest.mark.parametrize("was_up", [False, True])
+async def test_a_rollout_cancelled_while_the_server_starts_leaves_it_to_the_next(tmp_path: Path, was_up: bool) -> None:
+    (tmp_path / "held_env" / "server").mkdir(parents=True)
+    (tmp_path / "held_env" / "server" / "app.py").write_text(_HELD_APP)
+    may_start, begun = tmp_path / "may_start", tmp_path / "begun"
+    server = OpenEnvServer(package="held_env", cwd=str(tmp_path), transport="http")
+
+    async def first_observation() -> Json:
+        async with server.session({"seed": 1}) as (_, first):
+            return first["observation"]
+
+    try:
+        if was_up:
+            may_start.touch()
+            assert await first_observation() == "hi"
+            await server.close()
+            may_start.unlink()
+            begun.unlink()
+        starting = asyncio.create_task(first_observation())
+        async with asyncio.timeout(60):
+            while not begun.exists():  # noqa: ASYNC110 - another process makes it
+                await asyncio.sleep(0.02)
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+        assert not _servers_of("held_env")
+        may_start.touch()
+        assert await first_observation() == "hi"
+    finally:
+        await server.close()
+
+
+def _servers_of(package: str) -> list[psutil.Process]:
+    return [one for one in psutil.Process().children(recursive=True) if package in " ".join(one.cmdline())]
 
 
 @pytest.mark.parametrize(
@@ -206,4 +267,4 @@ async def test_a_fresh_scaffold_of_openenv_runs_as_it_is(tmp_path: Path, rendere
     check = played.spec.check
     assert check is not None
     await asyncio.to_thread(check)
-    assert not [one for one in psutil.Process().children(recursive=True) if "shouting_env" in " ".join(one.cmdline())]
+    assert not _servers_of("shouting_env")

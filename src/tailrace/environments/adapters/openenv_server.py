@@ -33,6 +33,8 @@ _FULL_PAUSE_S = (0.05, 1.0)
 _KEPT_CHARACTERS = 2_000
 _READ_OUT_S = 2.0
 """For what a server had written; another process may hold its pipe for ever."""
+_NO_WEBSOCKET = (403, 404, 405, 426)
+"""How servers without `/ws` answer a handshake; of others (401, 503, ...) a server that has it may be behind."""
 _UVICORN = """
 import os, runpy, sys, threading
 threading.Thread(target=lambda: (os.read(0, 1), os._exit(0)), daemon=True).start()
@@ -209,8 +211,10 @@ class _Running:
                 )
                 return _WebSocketSession(self._server, socket_)
             except InvalidStatus as error:
-                if self._server.transport == "websocket":
-                    raise self._server.failed(f"has no WebSocket: {error}") from error
+                lacks_it = error.response.status_code in _NO_WEBSOCKET
+                if not lacks_it or self._server.transport == "websocket":
+                    what = "has no WebSocket" if lacks_it else "opened no WebSocket, though it may have one"
+                    raise self._server.failed(f"{what}: {error}") from error
                 self._by_http = True
             except (OSError, TimeoutError) as error:
                 raise self._server.failed(f"cannot be reached: {error}") from error
@@ -233,20 +237,29 @@ class _Running:
             )
             base = f"http://127.0.0.1:{listening.getsockname()[1]}"
         self._tasks = [asyncio.create_task(self._listen(process)), asyncio.create_task(self._hold(process))]
-        async with self._server._http(base) as client:
-            health = asyncio.ensure_future(client.get("/health", timeout=self._server.start_timeout_s))
-            ended = asyncio.ensure_future(process.wait())
-            await asyncio.wait(
-                {health, ended}, timeout=self._server.start_timeout_s, return_when=asyncio.FIRST_COMPLETED
-            )
-            is_up = health.done() and not health.cancelled() and health.exception() is None
-            for task in (health, ended):
-                task.cancel()
-            await asyncio.wait({health, ended})
+        is_up = False
+        try:
+            is_up = await self._comes_up(process, base)
+        finally:
+            if not is_up:  # or the rollout that waits here was cancelled: the next one starts another server
+                await self.close()
         if not is_up:
-            await self.close()
             raise self._server.failed(f"did not come up within {self._server.start_timeout_s:g} s, or ended before")
         return base
+
+    async def _comes_up(self, process: Process, base: str) -> bool:
+        """Whether it answers, within its time and before it ends."""
+        limit_s = self._server.start_timeout_s
+        async with self._server._http(base) as client:
+            health = asyncio.ensure_future(client.get("/health", timeout=limit_s))
+            ended = asyncio.ensure_future(process.wait())
+            try:
+                await asyncio.wait({health, ended}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for task in (health, ended):
+                    task.cancel()
+                await asyncio.gather(health, ended, return_exceptions=True)
+            return not health.cancelled() and health.exception() is None
 
     async def close(self) -> None:
         process, self._process = self._process, None
