@@ -104,3 +104,18 @@ async def test_the_name_of_a_run_that_was_stopped_before_its_first_step_is_free(
     assert [path.name for path in aside.iterdir()] == ["start_1"]
     assert (aside / "start_1" / "logs" / "trainer.log").is_file()
     assert (tmp_path / "runs" / "run" / "summary.json").is_file()
+
+
+async def test_so_is_that_of_a_run_whose_last_save_was_of_the_initial_model(tmp_path: Path) -> None:
+    barren = (
+        "--scheduling.filter_zero_spread",
+        "true",
+        "--scheduling.max_barren_batches",
+        "1",
+        *environment("praising"),
+    )
+    ended = await run_inline(tmp_path, "--max_steps", "1", *barren)
+    assert ended.steps == 0
+    assert (tmp_path / "run" / "checkpoints" / "step_000000").is_dir()
+    assert (await run_inline(tmp_path, "--max_steps", "1")).exit_code == 0
+    assert (tmp_path / "run" / "superseded" / "start_1" / "checkpoints" / "step_000000").is_dir()
