@@ -94,6 +94,20 @@ def test_a_bundled_model_that_there_is_not_is_an_error_anywhere() -> None:
         described("--model.name", "bundled:no-such-model")
 
 
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        (("--trainer.loss.name", "math:nope"), "math has no 'nope'"),
+        (("--observability.trackers", "nope"), "nope"),
+    ],
+)
+def test_what_only_a_role_would_import_is_looked_for_by_a_dry_run(
+    wrong: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", "quickstart", *TINY, *environment("words"), "--max_steps", "1", "--dry-run", *wrong]) == 2
+    assert says in " ".join(capsys.readouterr().err.split())
+
+
 def test_an_adapter_that_the_model_cannot_have_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     wrong = ("--trainer.lora.rank", "4", "--trainer.lora.targets", "q_porj")
     assert main(["train", "quickstart", *TINY, *environment("words"), "--max_steps", "1", "--dry-run", *wrong]) == 2

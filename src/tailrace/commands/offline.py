@@ -34,7 +34,7 @@ class Simulate:
     """Ask what a cluster will do with a load, per policy. Any setting of the plan can follow as --section.key VALUE."""
 
     plan: Plan
-    """A packaged plan (long-tail), or a .toml file."""
+    """A packaged plan (long-tail, stragglers), or a .toml file. Takes a minute or two."""
     sweep: Sweep = None
     """Run it once for each value of a setting: max_staleness=0,1,2,4,8, engines.slots=32,64, ..."""
     png: Save = None

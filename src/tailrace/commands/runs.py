@@ -155,9 +155,13 @@ def _show_plan(settings: Any) -> int:
     from tailrace.run.cluster import describe_cluster
     from tailrace.run.devices import describe_devices, role_devices
     from tailrace.run.memory import describe_memory
-    from tailrace.run.parts import describe_places, load_environments
+    from tailrace.run.parts import describe_places
+    from tailrace.run.training import checked_environments
+    from tailrace.training.losses.registry import load_loss
 
-    environments = load_environments(settings)
+    environments = checked_environments(settings, given={})
+    if settings.trainer.feed == "batch":
+        load_loss(settings.trainer.loss, ranks_per_row=settings.trainer.sequence_parallel)
     places = describe_places(settings, environments)
     memory = describe_memory(settings)
     num_tasks = {name: len(loaded.spec.train_tasks) for name, loaded in environments.items()}

@@ -101,7 +101,7 @@ async def train(
     if not launcher_class(settings.placement).runs_in_this_process:  # a trainer in it configures its own allocator
         share_one_arena()
     devices = await asyncio.to_thread(role_devices, settings)
-    environments = await asyncio.to_thread(_load_environments, settings, given)
+    environments = await asyncio.to_thread(checked_environments, settings, given)
     with open_run_folder(settings, parent) as paths:
         try:
             summary = await _train_in(
@@ -183,7 +183,7 @@ async def _train_in(
         return summary
 
 
-def _load_environments(settings: RunSettings, given: Mapping[str, object]) -> dict[str, LoadedEnvironment]:
+def checked_environments(settings: RunSettings, given: Mapping[str, object]) -> dict[str, LoadedEnvironment]:
     """Those of the settings. Raises before anything is started where an engine, an extra or tasks are missing."""
     require_engine(settings.generator)
     require_peft(settings.trainer.lora)
