@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -16,7 +17,7 @@ from tailrace.errors import SettingsError
 from tailrace.records import RunStatus
 from tailrace.reporting.summary import read_summary
 from tailrace.transport.redis.server import RedisServer
-from tests.run.runs import IMPORTS, PATIENCE_S, ROLES, command, records, tiny_settings
+from tests.run.runs import IMPORTS, PATIENCE_S, RESUMED, ROLES, command, records, tiny_settings
 from tests.run.test_trainer_restarts import FRESH, kill_trainer, require_one_history
 from tests.support.redis_servers import TlsServer, ask, make_certificates, needs_openssl, needs_redis, redis_server
 from tests.transport.redis.test_tls import RIGHTS
@@ -115,6 +116,46 @@ def test_a_run_whose_redis_stays_away_fails_with_its_name(tmp_path: Path, roles:
     assert summary.status is RunStatus.FAILED
     assert "was away for 1 s (transport.redis.outage_s)" in summary.reason
     assert summary.ledger.balances
+
+
+@needs_redis
+@pytest.mark.parametrize("roles", ROLES)
+def test_a_second_run_of_a_name_is_refused_and_the_first_goes_on(tmp_path: Path, roles: tuple[str, ...]) -> None:
+    through = (*FRESH, *roles, "--max_steps", "10000", *OVER_REDIS, "--transport.redis.url")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    with redis_server(tmp_path / "redis") as server, command(tmp_path, *through, server.url) as first:
+        first.wait_for_steps(1)
+        with command(elsewhere, *through, server.url) as second:
+            status, printed = second.wait()
+        assert (status, second.leftovers()) == (2, []), printed
+        said = " ".join(printed.split())
+        assert "another run called 'run' in Redis at" in said
+        assert f"is going on (process {first.pid} on " in said
+        first.wait_for_steps(len(records(first.folder / "metrics.jsonl")) + 3)
+        first.process.send_signal(signal.SIGINT)
+        status, printed = first.wait()
+        assert (status, first.leftovers()) == (130, []), printed
+        assert ask(server, "EXISTS", "tailrace:run:owner") == 0
+    steps = [record["step"] for record in records(first.folder / "metrics.jsonl")]
+    assert steps == list(range(1, len(steps) + 1))
+    assert "lost" not in printed
+
+
+@needs_redis
+@pytest.mark.parametrize("roles", ROLES)
+def test_a_run_that_was_killed_is_resumed_under_its_name(tmp_path: Path, roles: tuple[str, ...]) -> None:
+    with redis_server(tmp_path / "redis") as server:
+        through = (*FRESH, *roles, *OVER_REDIS, "--transport.redis.url", server.url, "--max_steps")
+        with command(tmp_path, *through, "10000", "--trainer.checkpoint_every_steps", "2") as killed:
+            killed.wait_for_steps(3)
+            killed.process.kill()
+            killed.wait()
+            assert ask(server, "EXISTS", "tailrace:run:owner") == 1
+        with command(tmp_path, *through, "6", *RESUMED) as run:
+            status, printed = run.wait()
+        assert (status, run.leftovers()) == (0, []), printed
+        assert ask(server, "EXISTS", "tailrace:run:owner") == 0
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import ExitStack, asynccontextmanager, closing, contextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -32,6 +32,7 @@ from tailrace.lifecycle.roles import Role, RoleSpec
 from tailrace.rollouts.agent_workers.hosting import HostClient, WorkerHost
 from tailrace.rollouts.agent_workers.places import LocalPlace
 from tailrace.run.folder import RunPaths, announcement_file, writing
+from tailrace.run.ownership import Owner
 from tailrace.run.transports import BATCHES_AHEAD, MakeGenerator, TrainerEnds, Transports
 from tailrace.transport.batches.channels import (
     ChannelBatchReceiver,
@@ -54,6 +55,7 @@ from tailrace.transport.payloads.store import MemoryPayloadStore, PayloadStore
 from tailrace.transport.redis.channels import RedisPlace
 from tailrace.transport.redis.connection import require_redis, with_password
 from tailrace.transport.redis.feed_place import FeedPlace
+from tailrace.transport.redis.run_names import own_run_name
 from tailrace.transport.redis.sample_sender import RedisSampleSender
 from tailrace.transport.redis.streams import Origin
 from tailrace.transport.samples.stream import SampleSender
@@ -389,7 +391,7 @@ async def host_transports(settings: RunSettings, paths: RunPaths, launcher: Laun
     await asyncio.to_thread(remove_leftovers)
     redis = await _redis_url(settings, launcher) if settings.uses_redis else ""
     samples = await _redis_url(settings, launcher) if settings.feeds_through_redis else ""
-    with ExitStack() as stack:
+    async with AsyncExitStack() as stack:
         if launcher.has_roles_elsewhere:  # which sees the run's folder alone
             await asyncio.to_thread(remove_leftovers, paths.root)
             shared_memory = payloads = stack.enter_context(own_payload_folder(launcher.epoch, paths.root)).path
@@ -412,20 +414,21 @@ async def host_transports(settings: RunSettings, paths: RunPaths, launcher: Laun
         )
         if where.keys:
             stack.callback(guard_all(zmq.asyncio.Context.instance(), where.keys))
-        if samples:
-            place = redis_place(where, settings, samples)
-            await asyncio.to_thread(place.remove_keys)
-            sockets = str(shared_memory) if settings.transport.weights == "nccl" else ""
-            feed_place = FeedPlace(settings.transport.redis.url or samples, settings.name, place.prefix, sockets)
-            with writing(paths.root):
-                stack.enter_context(announcement_file(paths.feed, msgspec.json.encode(feed_place)))
         if redis:
             place = redis_place(where, settings)
-            await asyncio.to_thread(place.remove_keys)
             where = msgspec.structs.replace(where, events=place.address("events"), batches=place.address("batches"))
         transports = HostTransports(where, settings, launcher.address(ORCHESTRATOR), launcher.weights)
         stack.callback(transports.lender.close)
         launcher.redis = transports.redis
+        streams = transports.redis or transports.samples
+        if streams is not None and not settings.transport.redis.start:  # nobody else knows one of the run's own
+            await stack.enter_async_context(own_run_name(streams, str(Owner.of_this_process())))
+            await asyncio.to_thread(streams.remove_keys)
+        if samples:
+            chosen, sockets = settings.transport, str(shared_memory) if settings.transport.weights == "nccl" else ""
+            feed_place = FeedPlace(chosen.redis.url or samples, settings.name, chosen.redis.prefix, sockets)
+            with writing(paths.root):
+                stack.enter_context(announcement_file(paths.feed, msgspec.json.encode(feed_place)))
         yield transports
 
 

@@ -17,7 +17,7 @@ from tailrace.transport.redis.channels import RedisPlace
 from tailrace.transport.redis.connection import RedisConnection
 from tailrace.transport.redis.entries import Entry, Header
 from tailrace.transport.redis.server import RedisServer
-from tailrace.transport.redis.streams import GroupReader, OrderedReader, Origin, StreamWriter, claim_name
+from tailrace.transport.redis.streams import GroupReader, OrderedReader, Origin, StreamWriter
 from tests.support.redis_servers import ask, needs_redis, place_of
 
 pytestmark = needs_redis
@@ -311,13 +311,6 @@ def test_a_flipped_part_is_noticed(ends: Ends) -> None:
     ask(ends.server, "SETRANGE", f"{ends.key}:1.1", "5", "x")
     with pytest.raises(CorruptData, match=r"message 1 of the stream .* is damaged"):
         ends.ordered().next(1.0)
-
-
-def test_a_name_is_held_by_one(ends: Ends) -> None:
-    connection = ends.connect()
-    assert claim_name(connection, "name", "one", 60.0)
-    assert not claim_name(connection, "name", "another", 60.0)
-    assert claim_name(connection, "name", "one", 60.0)
 
 
 def test_a_header_is_readable_json(ends: Ends) -> None:

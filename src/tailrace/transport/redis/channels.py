@@ -123,27 +123,36 @@ class RedisPlace:
         )
 
     def address(self, name: str) -> str:
-        """Of a conversation of that name.
+        """Of a conversation of that name, in this start of the run: no other one trims it, or writes its parts.
 
         >>> RedisPlace("redis://host", Origin("quickstart", "e")).address("batches")
-        'redis-stream:tailrace:quickstart:batches'
+        'redis-stream:tailrace:quickstart:e:batches'
         """
-        return f"{SCHEME}{self.prefix}:{self.origin.run}:{name}"
+        return f"{SCHEME}{self.prefix}:{self.origin.run}:{self.origin.epoch}:{name}"
+
+    @property
+    def owner_key(self) -> str:
+        """Which start of the run has its name."""
+        return f"{self.prefix}:{self.origin.run}:owner"
 
     def connect(self) -> RedisConnection:
         """A connection, which is made when it is first used."""
         return RedisConnection(self.url, outage_s=self.outage_s, on_away=self._tell)
 
     def remove_keys(self) -> None:
-        """Remove what earlier starts of the run left, which ended without a word. Blocks; scans all keys."""
+        """Remove what earlier starts of the run left, which ended without a word. Blocks; scans all keys.
+
+        To be called by who has the run's name, which stays.
+        """
         with contextlib.closing(self.connect()) as connection:
             cursor: bytes | str = "0"
             while True:
                 reply = connection.one("SCAN", cursor, "MATCH", f"{self.prefix}:{self.origin.run}:*", "COUNT", 1000)
                 assert isinstance(reply, list)
-                cursor, keys = reply  # type: ignore[assignment]
+                cursor, found = reply  # type: ignore[assignment]
+                keys = [key for key in found if key != self.owner_key.encode()]  # type: ignore[union-attr]
                 if keys:
-                    connection.one("UNLINK", *keys)  # type: ignore[misc]
+                    connection.one("UNLINK", *keys)  # type: ignore[arg-type]
                 if cursor == b"0":
                     return
 

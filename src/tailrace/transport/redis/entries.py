@@ -3,8 +3,8 @@
 header   JSON: schema, run, epoch, number, kind, how many bytes, in how many parts, their checksum
 data     the message's bytes; empty where they lie in parts, in keys of their own beside the stream
 
-tailrace:RUN:batches:0          the stream
-tailrace:RUN:batches:0:17.2     part 2 of message 17
+tailrace:RUN:EPOCH:batches-0:to          the stream
+tailrace:RUN:EPOCH:batches-0:to:17.2     part 2 of message 17
 """
 
 from __future__ import annotations

@@ -23,8 +23,9 @@ from tailrace.records import ConsumerReport, StopRequested, StreamedSample
 from tailrace.transport.redis import sample_messages
 from tailrace.transport.redis.connection import RedisConnection, require_redis
 from tailrace.transport.redis.entries import Entry, Message
+from tailrace.transport.redis.leases import RENEWALS, Attempt, Lease
 from tailrace.transport.redis.sample_messages import FeedKeys, Join, OpenFeed, Pull
-from tailrace.transport.redis.streams import GroupReader, OrderedReader, Origin, StreamWriter, claim_name
+from tailrace.transport.redis.streams import GroupReader, OrderedReader, Origin, StreamWriter
 from tailrace.transport.samples.codec import SCHEMA, decode_samples
 
 _logger = logging.getLogger(__name__)
@@ -75,6 +76,7 @@ class RedisSampleReceiver:
             self._writer = StreamWriter(self._writing, self._keys.up(self._token), origin)
             group = GroupReader(reading, self._keys.down(self._token), "rank", "rank", origin)
             self._reader = OrderedReader(group, read_ahead=_READ_AHEAD)
+            self._lease = Lease(self._keeping, self._keys.name(name), self._token, self._open.lease_s)
             self._take_name()
             self._keeper = threading.Thread(target=self._keep, name=f"tailrace-lease-{name}", daemon=True)
             self._keeper.start()
@@ -141,7 +143,7 @@ class RedisSampleReceiver:
         while not self._hears(last):
             time.sleep(_LOOK_S / 4)
         self._writer.expire(4 * self._open.lease_s)
-        self._keeping.one("DEL", self._keys.name(self.name))
+        self._lease.give_back()
 
     def _hears(self, number: int) -> bool:
         """Whether so many messages were heard, or nobody is left who could."""
@@ -183,11 +185,8 @@ class RedisSampleReceiver:
 
     def _take_name(self) -> None:
         """Wait for a lease that a rank left behind when it died: the name of one that renews it stays taken."""
-        key, left_ms = self._keys.name(self.name), 0
-        while not claim_name(self._keeping, key, self._token, self._open.lease_s):
-            left = self._keeping.one("PTTL", key)
-            before_ms, left_ms = left_ms, left if isinstance(left, int) else 0
-            if left_ms > before_ms > 0:
+        while (attempt := self._lease.attempt()) is not Attempt.TAKEN:
+            if attempt is Attempt.RENEWED:
                 raise ConsumerRefused(
                     f"run {self._run!r} has a rank called {self.name!r} already, which lives: give every rank a name of"
                     " its own"
@@ -254,7 +253,7 @@ class RedisSampleReceiver:
         """The thread: renews the lease, lets go of what was heard, and watches over the run."""
         seen_s = time.monotonic()
         try:
-            while not self._ended.wait(self._open.lease_s / 4):
+            while not self._ended.wait(self._open.lease_s / RENEWALS):
                 times_connected = self._keeping.times_connected
                 gone = self._renew()
                 if gone is None or times_connected != self._keeping.times_connected:
@@ -267,7 +266,7 @@ class RedisSampleReceiver:
 
     def _renew(self) -> TransportError | None:
         """What is wrong where that lasts for a lease; a Redis that lost its data is told again before."""
-        if not claim_name(self._keeping, self._keys.name(self.name), self._token, self._open.lease_s):
+        if self._lease.attempt() is not Attempt.TAKEN:
             raise ConsumerRefused(f"the rank {self.name!r} was given up, and another one has its name: join again")
         found, heard = self._read_open(), self._heard()
         with self._lock:

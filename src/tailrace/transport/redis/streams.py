@@ -372,17 +372,6 @@ class OrderedReader:
             )
 
 
-def claim_name(connection: RedisConnection, key: str, token: str, lease_s: float) -> bool:
-    """Take a name, or keep it, for so long; whether nobody else with another token has it."""
-    taken, holder = connection.execute(
-        [("SET", key, token, "NX", "PX", int(lease_s * 1000)), ("GET", key)],
-    )
-    if raised(taken) is None and raised(holder) == token.encode():
-        connection.execute([("PEXPIRE", key, int(lease_s * 1000))])
-        return True
-    return taken == b"OK"
-
-
 def _entries(reply: Reply) -> list[tuple[bytes, object]]:
     """Ids and fields, out of what Redis answers."""
     assert isinstance(reply, list)
