@@ -6,7 +6,7 @@ import contextlib
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import msgspec
 import pytest
@@ -14,7 +14,7 @@ import pytest
 from tailrace.errors import CorruptData, PeerGone, TransportError
 from tailrace.transport.redis import entries
 from tailrace.transport.redis.channels import RedisPlace
-from tailrace.transport.redis.connection import RedisConnection
+from tailrace.transport.redis.connection import Command, RedisConnection, Reply
 from tailrace.transport.redis.entries import Entry, Header
 from tailrace.transport.redis.server import RedisServer
 from tailrace.transport.redis.streams import GroupReader, OrderedReader, Origin, StreamWriter
@@ -102,6 +102,27 @@ def test_a_large_message_lies_in_bounded_parts_that_go_with_it(ends: Ends) -> No
     small = reader.next(1.0)
     assert small is not None
     assert small.data == b"x"
+
+
+def test_a_part_that_is_refused_while_what_follows_it_is_taken_is_written_again(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from redis.exceptions import ReadOnlyError
+
+    once, refused = RedisConnection._once, list[Command]()
+
+    def refusing(self: RedisConnection, commands: Sequence[Command], waits_s: float) -> list[Reply]:
+        """As by a Redis that stops being read-only between the first command and the second."""
+        if refused or commands[0][0] != "SET":
+            return once(self, commands, waits_s)
+        refused.append(commands[0])
+        return [ReadOnlyError("You can't write"), *once(self, [("PING",), *commands[1:]], waits_s)[1:]]
+
+    monkeypatch.setattr(RedisConnection, "_once", refusing)
+    ends.writer.append([("large", memoryview(LARGE))])
+    entry = ends.ordered().next(1.0)
+    assert entry is not None
+    assert (entry.data, len(refused)) == (LARGE, 1)
 
 
 def test_each_message_goes_to_one_of_a_group_and_what_a_dead_one_held_is_reclaimed(ends: Ends) -> None:
@@ -239,7 +260,7 @@ def test_entries_of_another_epoch_and_run_are_ignored_and_counted(ends: Ends) ->
 
 HOLDING = """
 import sys
-from tailrace.transport.redis.connection import RedisConnection
+from tailrace.transport.redis.connection import Command, RedisConnection, Reply
 from tailrace.transport.redis.streams import GroupReader, Origin
 url, key, run, epoch = sys.argv[1:]
 reader = GroupReader(RedisConnection(url), key, "readers", "dying", Origin(run, epoch))

@@ -157,19 +157,16 @@ class StreamWriter:
         messages = self._some_unwritten()
         if not messages:
             return False
+        self._write_parts(messages)
         commands: list[Command] = []
-        places: list[int] = []
         for message in messages:
-            for number, part in enumerate(message.parts()):
-                commands.append(("SET", part_key(self.key, message.number, number), part))
             data = b"" if message.num_parts else message.data
             header = message.header(self._origin.run, self._origin.epoch)
-            only_there = ("NOMKSTREAM",) if self._exists or places else ()
-            places.append(len(commands))
+            only_there = ("NOMKSTREAM",) if self._exists or commands else ()
             commands.append(("XADD", self.key, *only_there, "*", "header", header, "data", data))
         replies = self._redis.execute(commands, repeats=False)
-        for place, message in zip(places, messages, strict=True):
-            entry_id = raised(replies[place])
+        for reply, message in zip(replies, messages, strict=True):
+            entry_id = raised(reply)
             if entry_id is None:  # the stream is gone: begin again
                 self._go_on_after(0)
                 return True
@@ -177,6 +174,16 @@ class StreamWriter:
             self._exists, self._next = True, message.number + 1
             self._ids[message.number] = entry_id
         return True
+
+    def _write_parts(self, messages: Sequence[Message]) -> None:
+        """Before any entry tells of them: Redis, full or read-only, may refuse a command and take the next."""
+        parts: list[Command] = [
+            ("SET", part_key(self.key, message.number, number), part)
+            for message in messages
+            for number, part in enumerate(message.parts())
+        ]
+        for reply in self._redis.execute(parts) if parts else ():
+            raised(reply)
 
     def _some_unwritten(self) -> list[Message]:
         messages: list[Message] = []
