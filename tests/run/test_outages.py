@@ -95,6 +95,6 @@ async def test_an_outage_that_outlives_its_time_ends_the_run_and_names_what_fail
     called = (*environment("calling"), "--environment.args.port", str(service.port))
     summary = await run_inline(tmp_path, *called, "--max_steps", "10", "--scheduling.max_failing_s", "0.5")
     assert (summary.status, summary.exit_code, summary.steps) == (RunStatus.FAILED, 1, 0)
-    assert "(scheduling.max_failing_s) rollouts failed and no group was scored" in summary.reason
+    assert "(scheduling.max_failing_s) rollouts failed and none came back" in summary.reason
     assert "ConnectionRefusedError" in summary.reason
     assert summary.ledger.balances
