@@ -7,6 +7,7 @@ long (a checker that holds the interpreter lock for seconds stalls nothing but i
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -18,6 +19,8 @@ from tailrace.errors import InvalidReward
 from tailrace.records import FirstReply, Group, Rollout, Task
 from tailrace.rollouts.workers.pool import WorkerPool
 
+_logger = logging.getLogger(__name__)
+
 
 class RewardFunctions:
     """Calls the reward functions of environments, for one rollout or for all of a group together."""
@@ -25,6 +28,8 @@ class RewardFunctions:
     def __init__(self, workers: WorkerPool, *, max_steps: int = 0) -> None:
         """`max_steps` is the trainer's last step, which functions in TRL's form are told; 0: there is none."""
         self._workers, self._max_steps = workers, max_steps
+        self._replacing = set[str]()
+        """Environments of which it was told that the weighted sum takes the place of what they report."""
 
     async def score_rollout(self, rollout: Rollout, reported: AgentResult, spec: EnvironmentSpec) -> AgentResult:
         """What the functions for single rollouts say, in place of the reward that was `reported`.
@@ -40,6 +45,8 @@ class RewardFunctions:
         else:
             alone = {name: reward for name, reward in spec.rewards.items() if not reward.together}
             (result,) = await self._weighted(rollout.task, [rollout], alone, spec)
+            if None not in (result.reward, reported.reward) and not spec.adds_rewards:
+                self._tell_of_replacing(spec)
         rollout.metrics["score_s"] = clock() - since
         if spec.adds_rewards and reported.reward is not None:
             result = replace(result, reward=reported.reward + (result.reward or 0.0))
@@ -49,6 +56,15 @@ class RewardFunctions:
                 f"{', '.join(spec.rewards)} applies to it"
             )
         return result.over(reported).with_info_keys(spec.info_keys)
+
+    def _tell_of_replacing(self, spec: EnvironmentSpec) -> None:
+        if spec.name not in self._replacing:
+            self._replacing.add(spec.name)
+            _logger.warning(
+                "environment %r reports rewards of its own, which are not used: the weighted sum of %s takes their "
+                "place",
+                *(spec.name, ", ".join(spec.rewards)),
+            )
 
     async def score_group(self, group: Group, spec: EnvironmentSpec) -> list[AgentResult]:
         """What the functions for whole groups add to each rollout's own reward. Raises as `score_rollout` does."""
