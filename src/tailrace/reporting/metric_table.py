@@ -275,12 +275,7 @@ _ROWS = (
     ("scheduler/ready_groups", "groups", _LAST, "Scored groups that wait for their batch."),
     ("scheduler/queued_batches", "batches", _LAST, "Batches sent and not yet trained."),
     ("policy/version", "versions", _LAST, "Policy version after the step."),
-    (
-        "policy/skipped_steps",
-        "steps",
-        _SUM,
-        "Steps that changed no weight, their rollouts filtered: 1 or 0 a line.",
-    ),
+    ("policy/skipped_steps", "steps", _SUM, "Steps that changed no weight, their rollouts filtered: 1 or 0 a line."),
     ("lag/p50_s", "s", _MAX, "Event-loop lag: median of a step."),
     ("lag/p90_s", "s", _MAX, "Event-loop lag: 90th percentile of a step."),
     ("lag/p99_s", "s", _MAX, "Event-loop lag: 99th percentile of a step."),

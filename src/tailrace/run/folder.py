@@ -160,8 +160,8 @@ def _is_before_first_step(paths: RunPaths) -> bool:
     """Whether the folder is that of a run which ended before it had trained at all: its name may be used again."""
     if not paths.events.is_file() and not paths.settings.is_file():
         return False  # whatever it is, no run made it
-    trained = (path for path in paths.checkpoints.glob("step_*") if path.name.strip("step_0"))
-    if any(trained) or (paths.superseded / paths.metrics.name).exists():
+    has_trained = any(path != paths.checkpoint(0) for path in paths.checkpoints.glob("step_*"))
+    if has_trained or (paths.superseded / paths.metrics.name).exists():
         return False
     lines = paths.metrics.read_bytes().splitlines() if paths.metrics.is_file() else []
     return not any(map(_step_of, lines))

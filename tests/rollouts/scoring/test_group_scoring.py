@@ -11,21 +11,11 @@ import pytest
 from tailrace.batching import sample_group
 from tailrace.environments import AgentResult, EnvironmentSpec, Message, Policy
 from tailrace.errors import EnvironmentFailed, ErrorBudgetSpent, InvalidReward, RolloutTimeout, ScoringFailed
-from tailrace.records import (
-    Branch,
-    Completion,
-    FinishReason,
-    Group,
-    GroupId,
-    Reward,
-    Rollout,
-    RolloutId,
-    SamplingParams,
-    Task,
-)
+from tailrace.records import Group, GroupId, Reward, Rollout, RolloutId, SamplingParams, Task
 from tailrace.rollouts import ChatRenderer, Rollouter, RolloutSettings
 from tailrace.rollouts.scoring import EndpointScorer, Teacher, TeacherPlan
 from tailrace.simulation.virtual_time import run_in_virtual_time
+from tests.scheduling.world import make_rollout
 from tests.support.loaded import loaded
 from tests.support.scripted_generate import ScriptedGenerate
 
@@ -64,15 +54,10 @@ async def run(rollouts: Rollouter, spec: EnvironmentSpec) -> Rollout:
 def played_group(spec: EnvironmentSpec, rewards: list[float]) -> Group:
     """Rollouts of two context and two sampled tokens."""
     task, group_id = spec.train_task(0), GroupId("g0")
-    rollouts = []
-    for number, reward in enumerate(rewards):
-        branch = Branch()
-        branch.extend_context(np.array([1, 2], np.int32))
-        branch.extend_completion(
-            Completion(np.array([3, 4], np.int32), np.zeros(2, np.float32), np.zeros(2, np.int32), FinishReason.STOP)
-        )
-        one = Rollout(RolloutId(f"r{number}"), group_id, task, SamplingParams(), [branch], reward=Reward(reward))
-        rollouts.append(one)
+    rollouts = [
+        make_rollout(task, group_id, RolloutId(f"r{number}"), reward=reward, tokens=2)
+        for number, reward in enumerate(rewards)
+    ]
     return Group(group_id, task, rollouts)
 
 
