@@ -16,11 +16,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from tailrace.errors import Misreported
+from tailrace.recent import RecentTable
 from tailrace.records import Rollout, SampleId, SamplesDropped, StepDone, TrainingSample
 from tailrace.scheduling.outstanding import ReadyGroup
-
-_REMEMBERED = 1 << 16
-"""Names of samples that are over, to tell one that is told of twice from one that never was."""
 
 
 @dataclass(slots=True, eq=False)
@@ -89,7 +87,8 @@ class DispatchedSamples:
         """Rollouts of which consumers have samples."""
         self._wanted: dict[str, int] = {}
         """By consumer that is there."""
-        self._over: dict[SampleId, None] = {}
+        self._over = RecentTable[SampleId, None]()
+        """Samples that are over, to tell one that is told of twice from one that never was."""
 
     @property
     def consumers(self) -> list[str]:
@@ -160,7 +159,7 @@ class DispatchedSamples:
         """The trainer gave up the steps that were taken on these: they are to be handed over anew."""
         for one in trained:
             one.holder = None
-            self._over.pop(one.sample_id, None)
+            self._over.forget(one.sample_id)
             self.returned[one.sample_id] = one
             if not one.of.is_over:
                 one.of.open.add(one.sample_id)
@@ -227,8 +226,6 @@ class DispatchedSamples:
             self._leave(one)
         one.of.open.discard(one.sample_id)
         self._over[one.sample_id] = None
-        if len(self._over) > _REMEMBERED:
-            del self._over[next(iter(self._over))]
 
     def _leave(self, one: DispatchedSample) -> None:
         """It is in no hand any more."""

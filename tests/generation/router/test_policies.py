@@ -68,7 +68,7 @@ def test_a_replica_that_lost_its_caches_draws_nobody_back() -> None:
 
 def test_what_is_remembered_is_bounded_and_the_longest_silent_are_forgotten() -> None:
     policy = Sticky(remembered=2)
-    for session in ("a", "b", "a", "c"):
+    for session in ("a", "b", "a", "c", "a", "d"):
         policy.choose(session, session, [0.0, 0.05] if session != "b" else [0.05, 0.0])
     assert policy.choose("a", "a", [0.05, 0.0]) == 0
     assert policy.choose("b", "b", [0.0, 0.05]) == 0

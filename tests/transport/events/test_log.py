@@ -18,7 +18,7 @@ import pytest
 from tailrace.errors import CorruptData, PeerGone, TransportError
 from tailrace.records import Event, RunStatus, StepTrained, TrainerEnded, TrainerStarted
 from tailrace.transport.channels import ipc_address
-from tailrace.transport.events.log import RECENT, EventLog, FileEventLog, MemoryEventLog
+from tailrace.transport.events.log import KEPT_OF_STEPS, EventLog, FileEventLog, MemoryEventLog
 from tailrace.transport.events.rpc import ConversingEventLogServer, EventLogClient, EventLogServer
 from tests.support.event_files import read_events
 from tests.support.redis_servers import needs_redis, place_of
@@ -64,14 +64,13 @@ async def events(request: pytest.FixtureRequest, sockets: Path, tmp_path: Path) 
     await end()
 
 
-async def collect(log: EventLog, after: int = 0) -> list[Event]:
-    return [event async for event in log.follow(after)]
+async def collect(log: EventLog) -> list[Event]:
+    return [event async for event in log.follow()]
 
 
 async def test_a_follower_gets_what_was_logged_before_then_what_comes_then_the_end(events: Log) -> None:
     await events.log.append(trained(1))
     following = asyncio.create_task(collect(events.log))
-    late = asyncio.create_task(collect(events.log, after=2))
     await events.log.append(trained(2))
     last = TrainerEnded(epoch=EPOCH, status=RunStatus.FINISHED, step=3, reason="done")
     started = TrainerStarted(epoch=EPOCH, step=3, version=3)
@@ -79,7 +78,6 @@ async def test_a_follower_gets_what_was_logged_before_then_what_comes_then_the_e
     await events.log.append(last)
     await events.end()  # type: ignore[misc]
     assert await following == [trained(1), trained(2), started, last]
-    assert await late == [started, last]
 
 
 async def test_a_follower_is_woken_by_an_append(events: Log) -> None:
@@ -105,19 +103,19 @@ async def test_a_closed_log_takes_nothing(events: Log) -> None:
         await events.log.append(trained(1))
 
 
-async def test_old_steps_keep_their_place_and_let_go_of_their_metrics(events: Log) -> None:
-    count = 3 * RECENT
+async def test_a_late_follower_gets_the_newest_steps_and_whatever_says_how_the_run_stands(events: Log) -> None:
+    started = TrainerStarted(epoch=EPOCH, step=0, version=0)
+    early, late = events.log.follow(), events.log.follow()
+    await events.log.append(started)
+    assert await anext(early) == started
+    count = 2 * KEPT_OF_STEPS
     for step in range(count):
         await events.log.append(trained(step))
-    seen: list[Event] = []
-    async for event in events.log.follow():
-        seen.append(event)
-        if len(seen) == count:
-            break
-    steps = [event for event in seen if isinstance(event, StepTrained)]
-    assert [event.step for event in steps] == list(range(count))
-    assert [bool(event.metrics) for event in steps[-RECENT:]] == [True] * RECENT
-    assert not steps[0].metrics
+    assert [await anext(early) for _ in range(count)] == [trained(step) for step in range(count)]
+    newest = [trained(step) for step in range(count - KEPT_OF_STEPS, count)]
+    assert [await anext(late) for _ in range(1 + KEPT_OF_STEPS)] == [started, *newest]
+    await events.log.append(trained(count))
+    assert await anext(late) == await anext(early) == trained(count)
 
 
 async def test_a_stuck_disk_holds_the_append_but_not_the_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,11 +157,11 @@ async def test_users_who_take_all_threads_of_the_loop_hold_no_append(tmp_path: P
 
 async def test_a_file_keeps_the_metrics_of_every_step(tmp_path: Path) -> None:
     log = FileEventLog(tmp_path / "events.jsonl", EPOCH)
-    for step in range(2 * RECENT):
+    for step in range(40):
         await log.append(trained(step))
     await log.close()
     kept = [event for event in read_events(tmp_path / "events.jsonl") if isinstance(event, StepTrained)]
-    assert len(kept) == 2 * RECENT
+    assert len(kept) == 40
     assert all(event.metrics for event in kept)
 
 

@@ -14,15 +14,13 @@ from typing import Protocol
 from typing_extensions import override
 
 from tailrace.generation.engines.protocol import EngineStatistics
+from tailrace.recent import REMEMBERED, RecentTable
 
 UNAVAILABLE = math.inf
 """The load of a replica that takes no requests."""
 
 CACHE_WEIGHT = 0.25
 """What a full cache adds to a load: it may be evicted, but only at the price of what it saved."""
-
-REMEMBERED = 65_536
-"""Sessions, and groups, whose replica is remembered; the least recently used are forgotten first."""
 
 
 class RoutingPolicy(Protocol):
@@ -76,9 +74,9 @@ class Sticky(RoutingPolicy):
     """
 
     def __init__(self, *, ratio: float = 1.5, slack: float = 0.1, remembered: int = REMEMBERED) -> None:
-        self._ratio, self._slack, self._remembered = ratio, slack, remembered
-        self._sessions: dict[str, int] = {}
-        self._groups: dict[str, int] = {}
+        self._ratio, self._slack = ratio, slack
+        self._sessions = RecentTable[str, int](remembered)
+        self._groups = RecentTable[str, int](remembered)
 
     @override
     def choose(self, session_id: str, group_id: str, loads: Sequence[float]) -> int | None:
@@ -86,24 +84,15 @@ class Sticky(RoutingPolicy):
         if lightest == UNAVAILABLE:
             return None
         bound = lightest * self._ratio + self._slack
-        home, group_home = self._sessions.pop(session_id, -1), self._groups.pop(group_id, -1)
-        if home < 0 or loads[home] > bound:
-            home = group_home
-            if home < 0 or loads[home] > bound:
+        home = self._sessions.get(session_id)
+        if home is None or loads[home] > bound:
+            home = self._groups.get(group_id)
+            if home is None or loads[home] > bound:
                 home = loads.index(lightest)
-        _remember(self._groups, group_id, home, self._remembered)
-        _remember(self._sessions, session_id, home, self._remembered)
+        self._groups[group_id] = self._sessions[session_id] = home
         return home
 
     @override
     def forget(self, replica: int) -> None:
         for homes in (self._sessions, self._groups):
-            for key in [key for key, home in homes.items() if home == replica]:
-                del homes[key]
-
-
-def _remember(homes: dict[str, int], key: str, home: int, most: int) -> None:
-    """Newest last: a dictionary keeps the order in which keys came."""
-    homes[key] = home
-    if len(homes) > most:
-        del homes[next(iter(homes))]
+            homes.forget_all(where=lambda home: home == replica)

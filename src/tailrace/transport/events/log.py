@@ -1,26 +1,36 @@
 """The run's one log of events: its processes append to it, and all of them read it in one order.
 
-A follower gets what was logged before, then every new event as it comes, woken by its append. A log
-belongs to one epoch (one start of the run): events of another are refused.
+A follower gets what was logged before, then every new event as it comes, woken by its append. Steps and what comes with
+them leave memory once who follows has had them and newer ones came, so that no process grows with the length of its
+run; a log in a file keeps them there. A log belongs to one epoch (one start of the run): events of another are refused.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import os
-from collections.abc import AsyncIterator
+from collections import deque
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import msgspec
 from typing_extensions import override
 
 from tailrace.errors import TransportError
-from tailrace.records import Event, StepTrained, StopRequested, TrainerEnded
+from tailrace.records import (
+    CheckpointWritten,
+    Event,
+    ModelStateDictPublished,
+    StepSkipped,
+    StepTrained,
+    StopRequested,
+    TrainerEnded,
+)
 from tailrace.transport.channels import wait_until
 
 _logger = logging.getLogger(__name__)
@@ -37,9 +47,10 @@ class EventLog(Protocol):
         """
         ...
 
-    def follow(self, after: int = 0) -> AsyncIterator[Event]:
-        """Yield every event of this epoch but the first `after`: those logged already, then live ones.
+    def follow(self) -> AsyncIterator[Event]:
+        """Yield every event of this epoch: those logged already, then live ones.
 
+        Of steps, their weights and checkpoints, who begins late gets the newest `KEPT_OF_STEPS` alone.
         Waits for the next append or for `close`, which ends the iteration. Raises `PeerGone` when the process that
         holds the log ended.
         """
@@ -52,20 +63,42 @@ class EventLog(Protocol):
 
 _READ_BACK_BYTES = 1 << 16
 
-RECENT = 32
-"""Events back to which a step's metrics stay in memory."""
+_OfSteps: TypeAlias = ModelStateDictPublished | StepTrained | StepSkipped | CheckpointWritten
+"""They come for as long as a run lasts. All others are few, and say how it stands."""
+
+KEPT_OF_STEPS = 64
+"""A run's processes begin to follow one after the other; none is so late."""
 
 
-def remember(events: list[Event], event: Event) -> None:
-    """Append; a step's metrics go once it is old, so that a log does not grow by them: who follows has read them.
+class EventHistory:
+    """The events of one epoch, for followers who begin at their own times and read at their own pace."""
 
-    A log in a file keeps them there.
-    """
-    events.append(event)
-    if len(events) > RECENT:
-        old = events[-RECENT - 1]
-        if isinstance(old, StepTrained):
-            events[-RECENT - 1] = msgspec.structs.replace(old, metrics={})
+    def __init__(self) -> None:
+        self._numbers = itertools.count()
+        self._kept: dict[int, Event] = {}
+        self._of_steps: deque[int] = deque()
+        self._unread: list[deque[Event]] = []  # of each follower
+
+    def append(self, event: Event) -> None:
+        """The next one."""
+        number = next(self._numbers)
+        self._kept[number] = event
+        if isinstance(event, _OfSteps):
+            self._of_steps.append(number)
+            if len(self._of_steps) > KEPT_OF_STEPS:
+                del self._kept[self._of_steps.popleft()]
+        for unread in self._unread:
+            unread.append(event)
+
+    @contextlib.contextmanager
+    def follower(self) -> Iterator[deque[Event]]:
+        """What the follower has not read, first what is kept; it takes from it what it reads."""
+        unread = deque(self._kept.values())
+        self._unread.append(unread)
+        try:
+            yield unread
+        finally:
+            self._unread = [others for others in self._unread if others is not unread]
 
 
 class MemoryEventLog(EventLog):
@@ -79,28 +112,26 @@ class MemoryEventLog(EventLog):
         """Whether the terminal record is there."""
         self.stop: StopRequested | None = None
         """The first request to stop, once there is one."""
-        self._events: list[Event] = []
+        self._history = EventHistory()
         self._changed = asyncio.Event()
 
     @override
     async def append(self, event: Event) -> None:
         self._require_acceptable(event)
-        remember(self._events, event)
+        self._history.append(event)
         self.has_ended = self.has_ended or isinstance(event, TrainerEnded)
         if self.stop is None and isinstance(event, StopRequested):
             self.stop = event
         self._changed.set()
 
     @override
-    async def follow(self, after: int = 0) -> AsyncIterator[Event]:
-        for position in itertools.count(after):
-            await wait_until(self._changed, partial(self._is_decided, position))
-            if position >= len(self._events):
-                return
-            yield self._events[position]
-
-    def _is_decided(self, position: int) -> bool:
-        return self.closed or position < len(self._events)
+    async def follow(self) -> AsyncIterator[Event]:
+        with self._history.follower() as unread:
+            while True:
+                await wait_until(self._changed, lambda: self.closed or bool(unread))
+                if not unread:
+                    return
+                yield unread.popleft()
 
     @override
     async def close(self) -> None:

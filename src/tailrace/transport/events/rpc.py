@@ -6,7 +6,7 @@
       FollowLog                 ─────►      log.follow
                                 ◄─────    EventLogged(event) for every event, and LogEnded
 
-A client keeps what it received, for its followers. A slow client's socket queues at most the log itself.
+A slow client's socket queues at most the log itself.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from tailrace.transport.channels import (
     received,
     wait_until,
 )
-from tailrace.transport.events.log import EventLog, MemoryEventLog, remember
+from tailrace.transport.events.log import EventHistory, EventLog, MemoryEventLog
 from tailrace.transport.keys import CurveKeys
 
 _logger = logging.getLogger(__name__)
@@ -195,7 +195,7 @@ class EventLogClient(EventLog):
         self._ids = itertools.count()
         self._waiting: set[int] = set()
         self._answers: dict[int, AppendAnswered] = {}
-        self._events: list[Event] = []
+        self._history = EventHistory()
         self._is_following = False
         self._ended = False
         self._changed = asyncio.Event()
@@ -220,28 +220,26 @@ class EventLogClient(EventLog):
             raise TransportError(answer.refusal)
 
     @override
-    async def follow(self, after: int = 0) -> AsyncIterator[Event]:
+    async def follow(self) -> AsyncIterator[Event]:
         """Closing this client ends it, too."""
         if not self._is_following and not self._ended:
             self._is_following = True
             self._channel.send(encode(FollowLog()))
-        for position in itertools.count(after):
-            await wait_until(self._changed, lambda position=position: self._is_decided(position))  # type: ignore[misc]
-            if position < len(self._events):
-                yield self._events[position]
-            elif self._ended:
-                return
-            else:
-                raise self._gone()
+        with self._history.follower() as unread:
+            while True:
+                await wait_until(self._changed, lambda: bool(unread or self._ended or self._channel.failure))
+                if unread:
+                    yield unread.popleft()
+                elif self._ended:
+                    return
+                else:
+                    raise self._gone()
 
     @override
     async def close(self) -> None:
         """The server's log stays open. This client's followers end."""
         self._ended = True
         await self._channel.close()
-
-    def _is_decided(self, position: int) -> bool:
-        return position < len(self._events) or self._ended or bool(self._channel.failure)
 
     def _gone(self) -> TransportError:
         return self._channel.failure or PeerGone("the event log's server is gone")
@@ -250,7 +248,7 @@ class EventLogClient(EventLog):
         answer: _Answer = decode(message, _Answer)  # type: ignore[arg-type]
         match answer:
             case EventLogged(event) if event.epoch == self._epoch:
-                remember(self._events, event)
+                self._history.append(event)
             case LogEnded():
                 self._ended = True
             case AppendAnswered(id) if id in self._waiting:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -21,14 +20,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tailrace.errors import TransportError
+from tailrace.recent import RecentTable
 from tailrace.records import PayloadChunk, PayloadRef
 from tailrace.transport.payloads.put_queue import PutQueue
 from tailrace.transport.payloads.store import PayloadStore, ThrottledWarning
 
 _logger = logging.getLogger(__name__)
-
-_ENDED_REMEMBERED = 1 << 16
-"""Owners whose end is remembered, in case that something of theirs still comes."""
 
 
 class PayloadFigures(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,7 +43,7 @@ class PayloadAccounts:
         self._store = store
         self._held: dict[str, dict[str, PayloadRef]] = {}
         self._owners: dict[str, str] = {}  # of every payload that is held, by its URI
-        self._ended: OrderedDict[str, None] = OrderedDict()
+        self._ended = RecentTable[str, None]()  # owners of which something may still come
         self._keeping: dict[int, list[str]] = {}  # owners, by the batch that may be trained again
         self._kept: dict[str, bool] = {}  # whether such an owner has ended
         self._recorded_bytes = self._released_bytes = 0
@@ -91,8 +88,6 @@ class PayloadAccounts:
     def release(self, owner: str) -> None:
         """The owner has ended: what it held is not read any more. Ending twice does nothing."""
         self._ended[owner] = None
-        if len(self._ended) > _ENDED_REMEMBERED:
-            self._ended.popitem(last=False)
         if owner in self._kept:
             self._kept[owner] = True
         else:

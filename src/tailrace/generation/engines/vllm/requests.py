@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tailrace.generation.decisions import KvCache
+from tailrace.recent import RecentTable
 from tailrace.records import GenerationRequest, SessionId
 
 if TYPE_CHECKING:
     from vllm import SamplingParams as VllmSamplingParams
     from vllm.lora.request import LoRARequest
     from vllm.v1.engine import EngineCoreRequest
-
-_SESSIONS_REMEMBERED = 65_536
 
 
 class PrefixSalts:
@@ -32,7 +30,7 @@ class PrefixSalts:
 
     def __init__(self, kv_cache: KvCache = "keep", *, share_across_versions: bool = False) -> None:
         self._kv_cache, self._share = kv_cache, share_across_versions
-        self._sessions: OrderedDict[SessionId, int] = OrderedDict()
+        self._sessions = RecentTable[SessionId, int]()
         self._epoch = 0
 
     def salt(self, session_id: SessionId, version: int) -> str:
@@ -41,10 +39,9 @@ class PrefixSalts:
             return f"{self._epoch}"
         if self._kv_cache != "keep":
             return f"{self._epoch}.{version}"
-        began = self._sessions.setdefault(session_id, version)
-        self._sessions.move_to_end(session_id)
-        if len(self._sessions) > _SESSIONS_REMEMBERED:
-            self._sessions.popitem(last=False)
+        began = self._sessions.get(session_id)
+        if began is None:
+            began = self._sessions[session_id] = version
         return f"{self._epoch}.{began}"
 
     def is_older(self, salt: str, version: int) -> bool:
@@ -53,7 +50,7 @@ class PrefixSalts:
 
     def begin_again(self, session_id: SessionId) -> None:
         """The first request of a session has not run yet, and will begin with newer weights."""
-        self._sessions.pop(session_id, None)
+        self._sessions.forget(session_id)
 
     def knows(self, session_id: SessionId) -> bool:
         """Whether an earlier request of the session left a prefix that is its own."""

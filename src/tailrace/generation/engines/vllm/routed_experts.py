@@ -8,16 +8,15 @@ where this is untested: the tests cover this module over vLLM's own type of outp
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
 from dataclasses import dataclass
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from tailrace.recent import RecentTable
 from tailrace.records import ExpertArray, GenerationRequest, Int32Array, SessionId
 
-_SESSIONS_REMEMBERED = 65_536
 _FIRST_ROWS = 64
 
 _log = logging.getLogger(__name__)
@@ -47,11 +46,11 @@ class DeliveredExperts:
     """
 
     def __init__(self) -> None:
-        self._sessions: OrderedDict[SessionId, tuple[Mark | None, Mark]] = OrderedDict()
+        self._sessions = RecentTable[SessionId, tuple[Mark | None, Mark]]()
 
     def start(self, request: GenerationRequest) -> int:
         """First position that the request is to be handed; 0 where its session's history was rewritten."""
-        ended, last = self._sessions.get(request.session_id, (None, None))
+        ended, last = self._sessions.get(request.session_id) or (None, None)
         mark = last if request.prefix is not None else ended
         return mark.num_tokens - 1 if mark is not None and mark.begins(request.context_token_ids) else 0
 
@@ -60,11 +59,8 @@ class DeliveredExperts:
         mark = experts.mark
         if mark is None:
             return
-        ended, _ = self._sessions.get(request.session_id, (None, None))
+        ended, _ = self._sessions.get(request.session_id) or (None, None)
         self._sessions[request.session_id] = (ended if aborted else mark, mark)
-        self._sessions.move_to_end(request.session_id)
-        if len(self._sessions) > _SESSIONS_REMEMBERED:
-            self._sessions.popitem(last=False)
 
 
 class ReturnedExperts:
