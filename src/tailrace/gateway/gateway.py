@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
-import resource
 import socket
 from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING
@@ -21,6 +20,7 @@ from tailrace.gateway.fixed import FixedPolicy
 from tailrace.gateway.offers import Offers
 from tailrace.gateway.sessions import Sessions
 from tailrace.gateway.tally import Tally
+from tailrace.lifecycle.open_files import raise_file_limit
 from tailrace.records import Json, SamplingParams
 from tailrace.rollouts import Endpoints, RolloutPolicy
 from tailrace.rollouts.endpoints import EndpointsEntry
@@ -131,7 +131,7 @@ class Gateway(Endpoints):
             raise SettingsError(
                 f"HTTP for agents needs the package {error.name!r}: pip install 'tailrace[gateway]'"
             ) from error
-        _raise_file_limit()
+        raise_file_limit()
         listener = _listener(settings)
         host = _ANYWHERE.get(settings.host, f"[{settings.host}]" if ":" in settings.host else settings.host)
         self._root_url = f"http://{host}:{listener.getsockname()[1]}"
@@ -162,10 +162,3 @@ def _listener(settings: GatewaySettings) -> socket.socket:
             f"gateway.host = {settings.host!r}, gateway.port = {settings.port}: cannot listen there "
             f"({error.strerror or error}); choose another address, or port 0 for a free one"
         ) from error
-
-
-def _raise_file_limit() -> None:
-    """Every client is an open file, and systems' first limit is often 1,024."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(OSError, ValueError):  # some systems refuse the limit that they tell
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -21,6 +21,7 @@ from tailrace.generation.holding import HoldingGenerate
 from tailrace.generation.recorded_generate import RecordedGenerate
 from tailrace.lifecycle.launchers import launcher_class
 from tailrace.lifecycle.memory import RESERVED_BYTES_PER_ROLLOUT, heap_of_process
+from tailrace.lifecycle.open_files import raise_file_limit
 from tailrace.lifecycle.trimming import MemoryTrimmer
 from tailrace.records import Task
 from tailrace.replay.capture import CaptureWriter
@@ -166,6 +167,7 @@ class ComposedRun:
 async def compose(ground: RunGround) -> AsyncIterator[ComposedRun]:
     """Start the roles, and make all parts around them; on leaving, the roles are ended."""
     settings, paths, environments = ground.settings, ground.paths, ground.environments
+    raise_file_limit()
     with writing(paths.root):
         log = FileEventLog(paths.events, uuid.uuid4().hex)
     writer = BackgroundWriter(queue_records=settings.observability.queue_records)

@@ -104,7 +104,7 @@ class SegmentFile:
 
     def __init__(self, path: Path, *, file: int | None = None) -> None:
         self.path = path
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600) if file is None else file
+        self._file = _open(path) if file is None else file
 
     @classmethod
     def nameless(cls, name: str) -> SegmentFile:
@@ -133,6 +133,8 @@ class SegmentFile:
 
         Raises `NoRoom` when the folder has none; then the file holds no content, and its size is as before.
         """
+        if self._file < 0:
+            self._file = _open(self.path)
         current = os.fstat(self._file).st_size
         if current:
             os.pwrite(self._file, bytes(_TRAILER.size), current - _TRAILER.size)
@@ -155,10 +157,14 @@ class SegmentFile:
         os.fsync(self._file)
 
     def close(self) -> None:
-        """Close the file; it stays where it is."""
+        """Close the file; it stays where it is, and `write` opens it again."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
+
+
+def _open(path: Path) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
 
 def pack_segment(tensors: Mapping[str, TensorBuffers], metadata: Mapping[str, str]) -> bytes:

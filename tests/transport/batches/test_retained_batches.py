@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -163,6 +164,18 @@ async def test_a_batch_that_is_written_while_nobody_is_there_comes_last(sockets:
         run.sender.resume_after(0)
         await run.train(1, 2)
         await sending
+
+
+async def test_batches_that_wait_for_a_checkpoint_keep_no_file_open(sockets: Path, tmp_path: Path) -> None:
+    async with ends("shared memory", sockets, tmp_path) as run:
+        for step in range(1, 20):
+            await run.sender.send(batch(step))
+            await run.train(step)
+        assert run.sender.oldest_retained == 1
+        links = [Path(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
+        open_files = [link.readlink() for link in links if link.is_symlink()]
+        mapped = [file for file in open_files if tmp_path in file.parents]
+        assert len(mapped) < 19  # those that the ranks have mapped
 
 
 async def test_what_a_checkpoint_has_is_released_and_its_place_used_again(sockets: Path, tmp_path: Path) -> None:

@@ -124,7 +124,9 @@ class SharedMemoryStore(_RecyclingStore):
     @override
     def _write(self, segment: SegmentFile, part: PlannedBatch, sequence: int) -> Piece:
         try:
-            return Piece(_write_part(segment, part, sequence, segment.path.name, checksum_body=self._checksum_bodies))
+            ref = _write_part(segment, part, sequence, segment.path.name, checksum_body=self._checksum_bodies)
+            segment.close()  # it may be retained for long, beside hundreds of others
+            return Piece(ref)
         except NoRoom as error:
             if self._spill is None or segment.path.parent == self._spill:
                 raise
