@@ -102,6 +102,8 @@ class SegmentFile:
     Recycling is the point: fresh shared memory costs many times more than memory that was touched before.
     """
 
+    __slots__ = ("_file", "path")  # one for each batch until it is saved
+
     def __init__(self, path: Path, *, file: int | None = None) -> None:
         self.path = path
         self._file = _open(path) if file is None else file
