@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -136,6 +137,20 @@ async def test_a_refused_handshake_costs_its_rollout_and_others_keep_their_sessi
                 await rollout(spec, "hush")
         await rollout(spec, "hush", "stop")
     assert server.most == 1  # session: the one that a WebSocket is
+
+
+async def test_a_handshake_that_breaks_off_costs_its_rollout() -> None:
+    schema = json.dumps({"action": fakes.WORD, "observation": {}, "state": {}}).encode()
+
+    async def answer_http_alone(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if b"/schema" in await reader.readuntil(b"\r\n\r\n"):
+            writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(schema) + schema)
+        writer.close()
+
+    async with await asyncio.start_server(answer_http_alone, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        with pytest.raises(EnvironmentFailed, match="opened no WebSocket: "):
+            await rollout(at(f"http://127.0.0.1:{port}"), "hush")
 
 
 @pytest.mark.parametrize(

@@ -197,7 +197,7 @@ class _Running:
         base = await self.base_url()
         if not self._by_http:
             from websockets.asyncio.client import connect
-            from websockets.exceptions import InvalidStatus
+            from websockets.exceptions import InvalidHandshake, InvalidStatus
 
             try:
                 socket_ = await stack.enter_async_context(
@@ -218,6 +218,8 @@ class _Running:
                 self._by_http = True
             except (OSError, TimeoutError) as error:
                 raise self._server.failed(f"cannot be reached: {error}") from error
+            except InvalidHandshake as error:
+                raise self._server.failed(f"opened no WebSocket: {error}") from error
         client = await stack.enter_async_context(self._server._http(base))
         return _HttpSession(self._server, client)
 
