@@ -119,6 +119,15 @@ async def test_a_single_turn_begins_with_a_text_or_with_the_messages_of_a_conver
     assert [message["role"] for message in policy.conversations[0]] == ["system", "user"]
 
 
+async def test_examples_come_before_a_single_turn_as_turns_of_their_own() -> None:
+    policy = ScriptedPolicy(["5"])
+    agent = single_turn_agent(system_prompt="Be brief.", few_shot=[("1 + 1?", "2"), ("3 - 1?", "2")])
+    await agent(Task(TaskId("t"), "any", 0, {"prompt": "2 + 3?"}), policy)
+    said = [(message["role"], message["content"]) for message in policy.conversations[0]]
+    examples = [("user", "1 + 1?"), ("assistant", "2"), ("user", "3 - 1?"), ("assistant", "2")]
+    assert said[:6] == [("system", "Be brief."), *examples, ("user", "2 + 3?")]
+
+
 def test_a_single_turn_names_the_column_that_every_row_needs() -> None:
     rows = [{"question": "Why?"}]
     spec = EnvironmentSpec(name="any", agent=single_turn_agent(prompt="question"), train_tasks=rows)

@@ -40,6 +40,7 @@ def reasoning_gym(
     dataset: str,
     levels: list[int] | None = None,
     system_prompt: str | None = "default",
+    few_shot: Sequence[tuple[str, str]] = (),
     seed: int = 0,
     size: int = 10_000,
     eval_size: int = 200,
@@ -49,9 +50,10 @@ def reasoning_gym(
 
     `levels` are of the data set's own curriculum, for all of its attributes at once: the questions are an even mix of
     them. With either the score is reported by data set or level as well. `system_prompt` is the name of one of
-    reasoning-gym's, a text of your own, or None. `size` counts all questions that the data set generates, `eval_size`
-    the held-out tasks; a question's text decides whether it is held out, so no seed brings one into training. `config`
-    holds fields of the data set's own configuration.
+    reasoning-gym's, a text of your own, or None; `few_shot` are questions and answers that stand before every question,
+    of which a small model learns the form of an answer. `size` counts all questions that the data set generates,
+    `eval_size` the held-out tasks; a question's text decides whether it is held out, so no seed brings one into
+    training. `config` holds fields of the data set's own configuration.
 
     Raises `SettingsError` where reasoning-gym is not installed or has no such data set, field or level.
     """
@@ -67,6 +69,7 @@ def reasoning_gym(
         agent=single_turn_agent(
             prompt="question",
             system_prompt=None if system_prompt is None else prompts.get(system_prompt, system_prompt),
+            few_shot=few_shot,
         ),
         reward=source.reward,
         required_columns=("question", "answer", "entry", "source_index"),
