@@ -171,6 +171,14 @@ ON_GPUS = ["--trainer.device", "cuda", "--generator.engine", "vllm"]
         ([*TRANSFERRED, "--generator.engine", "vllm"], "the trainer is on 'cpu': leave it out"),
         (["--trainer.devices", "0"], "trainer.devices names GPUs, and trainer.device = 'cpu' uses none: write"),
         (["--generator.devices", "0,1"], "generator.devices names GPUs, and generator.device = 'cpu' uses none: write"),
+        (
+            ["--generator.device", "cuda", "--generator.devices", "1", "--placement", "inline"],
+            "generator.devices gives GPUs to a process of its own, and placement = 'inline' has one for all roles",
+        ),
+        (
+            ["--generator.device", "cuda", "--generator.devices", "1", "--generator.connect", "10.0.0.1:20000"],
+            "generator.devices gives GPUs to generators that the run starts, and generator.connect has it start none",
+        ),
         (["--trainer.device", "gpu"], "trainer.device is 'gpu', which names no device: write cpu, cuda or"),
         (["--generator.device", "cuda:"], "generator.device is 'cuda:', which names no device: write cpu, cuda or"),
         (["--trainer.device", "auto"], "names no device"),
