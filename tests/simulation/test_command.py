@@ -81,6 +81,7 @@ def test_the_command_prints_figures_for_programs(plan: str, capsys: pytest.Captu
         (["nowhere"], "there is no plan 'nowhere'. Plans: long-tail"),
         (["long-tail", "--engines.slot", "3"], "did you mean engines.slots"),
         (["long-tail", "--sweep", "max_staleness"], "KEY=VALUE"),
+        (["long-tail", "--sweep", "max_staleness=0,x"], "command line: scheduling.max_staleness = 'x'"),
         (["long-tail", "--warmup_steps", "90"], "nothing is measured"),
         (["long-tail", "--png", "/"], "--png: cannot write /: Is a directory"),
         (["long-tail", "--png", "/nonexistent/x.png"], "--png: cannot write /nonexistent/x.png: No such file"),

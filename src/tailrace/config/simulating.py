@@ -43,12 +43,13 @@ def load_plans(plan: str, overrides: Sequence[str] = (), *, sweep: str | None = 
     plans = []
     for policy in policies:
         for key, value in _swept(sweep):
-            table = apply_overrides(_laid_over(base, policy), given)
+            table, places = apply_overrides(_laid_over(base, policy), given), Places(file, set(given))
             if key:
+                places.overridden.add(key)
                 name = table.get("name", "")
                 table = apply_overrides(table, {key: value})
                 table["name"] = f"{name}, {key[-1]} = {value}" if name else f"{key[-1]} = {value}"
-            plans.append(validated(SimulationPlan, table, Places(file, set(given))))
+            plans.append(validated(SimulationPlan, table, places))
     return plans
 
 

@@ -101,8 +101,8 @@ def _devices(settings: RunSettings) -> Iterator[Contradiction]:
             )
         elif devices and settings.placement == "inline":
             yield Contradiction(
-                f"{section}.devices gives GPUs to a process of its own, and placement = 'inline' has one for all roles: "
-                "leave it out, and set CUDA_VISIBLE_DEVICES",
+                f"{section}.devices gives GPUs to a process of its own, and placement = 'inline' has one for all "
+                "roles: leave it out, and set CUDA_VISIBLE_DEVICES",
                 *(f"{section}.devices", "placement"),
             )
     if generator.devices and generator.connect:
