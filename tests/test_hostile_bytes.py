@@ -281,7 +281,7 @@ def agent_worker_reports(folder: Path) -> Reader:
         ),
         agents.Ready(thread_id=1, not_loaded={"words": agents.Failure("SettingsError", "no")}),
         agents.Ask(call_id=1, key="r", request=request, wants_chunks=True),
-        agents.Withdraw(call_id=1, has_enough=False),
+        agents.Withdraw(call_id=1, key="key", has_enough=False),
         agents.Beat(lag_max_s=0.1, phases={"score": agents.PhaseTaken(1, 0.1, 0.1, 0.1, 8, {3: 1}, 0.1)}),
     ]
 

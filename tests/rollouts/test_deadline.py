@@ -1,12 +1,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
+import weakref
+from collections.abc import Awaitable, Callable
 
 import pytest
 
 from tailrace.errors import RolloutTimeout
 from tailrace.records import Task, TaskId
-from tailrace.rollouts.deadline import rollout_deadline
+from tailrace.rollouts.deadline import Attempts, rollout_deadline
 
 TASK = Task(TaskId("sums/train/7"), "sums", 7, {})
 PAST, FAR_S = 0.0, 3600.0
@@ -51,3 +55,33 @@ async def test_of_two_deadlines_the_outer_one_is_told_where_it_passes_first() ->
     outer = rollout_deadline(2.0, TASK, ends_s=PAST)
     with pytest.raises(RolloutTimeout, match="after 2 s"), outer, rollout_deadline(FAR_S, TASK):
         await wait_for_ever()
+
+
+class Large:
+    """What an agent holds."""
+
+
+async def raise_with(large: Large) -> None:
+    raise ValueError(f"no {large}")
+
+
+async def wait_with(large: Large) -> None:
+    await wait_for_ever()
+    del large
+
+
+@pytest.mark.parametrize(("work", "limit_s"), [(raise_with, FAR_S), (wait_with, PAST)])
+async def test_what_failed_is_freed_without_the_collector(
+    work: Callable[[Large], Awaitable[None]], limit_s: float
+) -> None:
+    large, attempts = Large(), Attempts(cancel_s=0.01)
+    is_left = weakref.ref(large)
+    gc.disable()
+    try:
+        with contextlib.suppress(ValueError, RolloutTimeout):
+            await attempts.run(work(large), what="it", limit_s=limit_s)
+        del large
+        await asyncio.sleep(0)
+        assert is_left() is None
+    finally:
+        gc.enable()

@@ -114,9 +114,10 @@ class Offers:
         try:
             try:
                 await waiting.claimed
-            finally:
+            except asyncio.CancelledError:
                 if waiting in queue:
                     queue.remove(waiting)
+                raise
             self.held += 1
             try:
                 yield waiting.tell

@@ -36,7 +36,7 @@ class StepMetrics:
         return cls(int(line["step"]), line["wall_s"], metrics)
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.cache  # some names for each replica, all of them at every step
 def metric_spec(name: str) -> MetricSpec:
     """The row of `METRICS` that this name belongs to. Raises `ValueError` with the nearest name for an unknown one.
 

@@ -83,6 +83,7 @@ class BiasMeter:
                 counts.trained_tokens += tokens
         if outcome.state in (TerminalState.FILTERED, TerminalState.FAILED):
             counts.wasted_tokens += tokens
+        self._cut.pop(rollout.rollout_id, None)
 
     def cut(self, rollout_id: RolloutId, tokens: int) -> None:
         """A completion of this rollout was cancelled with `tokens` sampled. Call it before `losing`."""

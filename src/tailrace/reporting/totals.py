@@ -196,7 +196,7 @@ def read_totals(metrics: Path) -> RunTotals:
     return RunTotals(read_jsonl(metrics))
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.cache
 def _reduction(name: str) -> Reduction | None:
     """None for what is no metric: `step`, `wall_s`, and names of other versions."""
     if "/" not in name:  # to look for the nearest name would hold the event loop for 10 ms

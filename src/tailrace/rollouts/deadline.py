@@ -108,7 +108,10 @@ class Attempts:
             raise RolloutTimeout(f"{what} did not end after {limit_s:g} s; it was waiting in {where}")
         if task.cancelled():
             raise EnvironmentFailed(f"{what} raised CancelledError although nobody cancelled it")
-        return task.result()
+        try:
+            return task.result()
+        finally:
+            del task  # what it raised holds this frame, which must not hold it: collections of garbage are rare
 
     async def _end(self, task: asyncio.Task[Any]) -> None:
         """Cancel, and wait until it has ended; when that is cut short, it is left behind at once."""

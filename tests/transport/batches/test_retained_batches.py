@@ -195,6 +195,8 @@ async def test_the_oldest_go_where_too_many_bytes_are_kept_and_cannot_be_asked_f
         for step in (1, 2):
             await run.sender.send(batch(step))
             await run.train(step)
+        while run.sender.oldest_retained is not None:  # the ranks' answers are on their way
+            await asyncio.sleep(0)
         await run.sender.send(batch(3))
         await run.replace()
         with pytest.raises(TransportError, match="the batches of steps 1 to 2 are not kept any more"):

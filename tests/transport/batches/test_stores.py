@@ -26,6 +26,7 @@ from tailrace.transport.batches.channels import (
     value_receiver,
     value_sender,
 )
+from tailrace.transport.batches.stores import SharedMemoryStore
 from tailrace.transport.channels import ipc_address
 from tailrace.transport.segments import ALIGNMENT_BYTES
 from tests.transport.transport_builders import COLUMNS, assert_same_batch, make_batch, plan
@@ -85,6 +86,13 @@ async def test_shared_memory_is_recycled(sockets: Path, tmp_path: Path) -> None:
             await receiver.acknowledge(step)
         assert len(list(tmp_path.iterdir())) <= 2
     assert not list(tmp_path.iterdir())
+
+
+def test_what_a_part_takes_is_counted_as_its_file_does(tmp_path: Path) -> None:
+    store = SharedMemoryStore(tmp_path)
+    (piece,) = store.write(plan([5], step=1), 1)
+    assert piece.num_bytes == (tmp_path / piece.ref.segment).stat().st_size > piece.ref.num_bytes
+    store.close()
 
 
 async def test_a_rank_opens_no_other_ranks_rows(sockets: Path, tmp_path: Path) -> None:

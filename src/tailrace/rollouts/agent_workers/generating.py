@@ -46,7 +46,8 @@ class AskedGenerate(Generate):
         except BaseException as error:
             # Cancelled, or `on_chunk` raised; where the orchestrator failed it, it is closed.
             if self._calls.get(call_id) is call:
-                self._send(Withdraw(call_id=call_id, has_enough=not isinstance(error, asyncio.CancelledError)))
+                has_enough = not isinstance(error, asyncio.CancelledError)
+                self._send(Withdraw(call_id=call_id, key=key, has_enough=has_enough))
             raise
         finally:
             self._calls.pop(call_id, None)

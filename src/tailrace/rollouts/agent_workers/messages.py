@@ -172,6 +172,8 @@ class Withdraw(_Message, frozen=True, kw_only=True):
     """A request is wanted no more."""
 
     call_id: int
+    key: str
+    """As in `Ask`."""
     has_enough: bool
     """Its chunks had all that is wanted of it, and it counts as no waste."""
 

@@ -414,12 +414,13 @@ class AgentWorker:
         request.add_done_callback(lambda _: held.requests.pop(ask.call_id, None))
 
     def _withdraw(self, withdrawn: Withdraw) -> None:
-        for held in self._held.values():
-            if (request := held.requests.get(withdrawn.call_id)) is not None:
-                if withdrawn.has_enough:
-                    held.enough.add(withdrawn.call_id)
-                else:
-                    request.cancel()
+        held = self._held.get(withdrawn.key)
+        if held is None or (request := held.requests.get(withdrawn.call_id)) is None:
+            return
+        if withdrawn.has_enough:
+            held.enough.add(withdrawn.call_id)
+        else:
+            request.cancel()
 
     async def _answer(self, held: Held, ask: Ask) -> None:
         call_id = ask.call_id

@@ -63,7 +63,7 @@ class _Written:
 
     @property
     def num_bytes(self) -> int:
-        return self.payload_bytes + sum(piece.ref.num_bytes for piece in self.pieces)
+        return self.payload_bytes + sum(piece.num_bytes for piece in self.pieces)
 
 
 class ChannelBatchSender(BatchSender):

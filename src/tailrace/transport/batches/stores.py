@@ -53,6 +53,13 @@ class Piece:
     ref: BatchRef
     body: mmap.mmap | None = None
     """To be sent along with the reference."""
+    file_bytes: int = 0
+    """What its file takes, which is recycled and may be larger than the content; 0 where there is none."""
+
+    @property
+    def num_bytes(self) -> int:
+        """What it takes as long as it is kept."""
+        return max(self.file_bytes, self.ref.num_bytes)
 
 
 class BatchStore(Protocol):
@@ -125,8 +132,9 @@ class SharedMemoryStore(_RecyclingStore):
     def _write(self, segment: SegmentFile, part: PlannedBatch, sequence: int) -> Piece:
         try:
             ref = _write_part(segment, part, sequence, segment.path.name, checksum_body=self._checksum_bodies)
+            piece = Piece(ref, file_bytes=os.fstat(segment.fileno()).st_size)
             segment.close()  # it may be retained for long, beside hundreds of others
-            return Piece(ref)
+            return piece
         except NoRoom as error:
             if self._spill is None or segment.path.parent == self._spill:
                 raise
