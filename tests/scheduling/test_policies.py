@@ -145,7 +145,7 @@ def test_what_a_cancelled_request_had_when_it_was_set_aside_is_told() -> None:
             )
         )
         await asyncio.sleep(4.5)
-        await holding.hold("held")
+        await holding.hold(["held"])
         await asyncio.sleep(100)
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
@@ -200,7 +200,7 @@ def test_a_held_group_waits_with_its_tokens_and_new_requests_wait_as_well() -> N
 
         running = [asyncio.create_task(ask("a", "held")), asyncio.create_task(ask("b", "free"))]
         await asyncio.sleep(4.5)
-        await holding.hold("held")
+        await holding.hold(["held"])
         running.append(asyncio.create_task(ask("c", "held")))
         await asyncio.sleep(100)
         assert [task.done() for task in running] == [False, True, False]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -91,8 +91,9 @@ class ScriptedRunner:
     most_live: int = 0
     held: dict[str, asyncio.Event] = field(default_factory=dict)
 
-    async def hold(self, group_id: str) -> None:
-        self.held.setdefault(group_id, asyncio.Event())
+    async def hold(self, group_ids: Collection[str]) -> None:
+        for group_id in group_ids:
+            self.held.setdefault(group_id, asyncio.Event())
 
     def release(self, group_id: str) -> None:
         self.held.pop(group_id).set()

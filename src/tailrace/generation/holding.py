@@ -1,6 +1,6 @@
 """`Generate` whose requests can be set aside by group: their slots are free meanwhile, their tokens are kept.
 
-hold(group)     running requests ─ interrupt ─► ABORTED, with their tokens ─► wait here; new ones wait as well
+hold(groups)    running requests ─ interrupt ─► ABORTED, with their tokens ─► wait here; new ones wait as well
 release(group)  each goes on as prompt and prefix, the rest of its budget, wherever there is room
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable
 from dataclasses import replace
 
 from typing_extensions import override
@@ -47,10 +47,11 @@ class HoldingGenerate(Generate):
                 return completion
             request = replace(request, prefix=completion)
 
-    async def hold(self, group_id: str) -> None:
-        """Take the group's requests off their engines and start none; returns when none of them runs."""
-        self._held.setdefault(group_id, asyncio.Event())
-        if running := set(self._running.get(group_id, ())):
+    async def hold(self, group_ids: Collection[str]) -> None:
+        """Take the groups' requests off their engines and start none; returns when none of them runs."""
+        for group_id in group_ids:
+            self._held.setdefault(group_id, asyncio.Event())
+        if running := {request_id for group_id in group_ids for request_id in self._running.get(group_id, ())}:
             self._interrupted |= running
             await self._interrupt(running)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from tailrace.errors import SettingsError
@@ -21,14 +21,14 @@ _STOPS: dict[OnStraggler, Stop] = {
 """Of the choices that stop a group."""
 
 HELD_AT_ONCE = 64
-"""Groups that are set aside in one turn of the event loop."""
+"""Groups that are set aside in one turn of the event loop, by one look at what runs."""
 
 
 class HoldsGroups(Protocol):
     """Sets the requests of whole groups aside with their tokens: `generation.holding.HoldingGenerate`."""
 
-    async def hold(self, group_id: str) -> None:
-        """Free the group's slots and start none of its requests; returns once none of them runs."""
+    async def hold(self, group_ids: Collection[str]) -> None:
+        """Free the groups' slots and start none of their requests; returns once none of them runs."""
 
     def release(self, group_id: str) -> None:
         """Let its requests go on."""
@@ -76,10 +76,10 @@ class Stragglers:
             self._holder.release(group.group_id)
         self._groups.clear()
 
-    async def _hold(self, groups: Iterable[OpenGroup]) -> None:
+    async def _hold(self, groups: Sequence[OpenGroup]) -> None:
         assert self._holder is not None
         async with asyncio.TaskGroup() as holding:
-            for number, group in enumerate(groups, 1):
-                holding.create_task(self._holder.hold(group.group_id))
-                if number % HELD_AT_ONCE == 0:
-                    await asyncio.sleep(0)
+            for start in range(0, len(groups), HELD_AT_ONCE):
+                ids = [group.group_id for group in groups[start : start + HELD_AT_ONCE]]
+                holding.create_task(self._holder.hold(ids))
+                await asyncio.sleep(0)

@@ -195,7 +195,7 @@ async def test_the_oldest_go_where_too_many_bytes_are_kept_and_cannot_be_asked_f
         for step in (1, 2):
             await run.sender.send(batch(step))
             await run.train(step)
-        while run.sender.oldest_retained is not None:  # the ranks' answers are on their way
+        while run.sender.oldest_retained is not None:  # noqa: ASYNC110 - until the ranks' answers are there
             await asyncio.sleep(0)
         await run.sender.send(batch(3))
         await run.replace()

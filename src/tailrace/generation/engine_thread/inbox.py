@@ -134,8 +134,12 @@ class Inbox:
     def take_calls(self, request_ids: frozenset[str] | None) -> list[Call]:
         """Requests that the engine was not given, all or those of these ids."""
         with self._changed:
-            taken = [call for call in self._calls if request_ids is None or call.request.request_id in request_ids]
-            self._calls = [call for call in self._calls if call not in taken]
+            taken: list[Call] = []
+            kept: list[Call] = []
+            for call in self._calls:
+                is_taken = request_ids is None or call.request.request_id in request_ids
+                (taken if is_taken else kept).append(call)
+            self._calls = kept
             return taken
 
     def take_staged(self) -> Staged | None:
