@@ -149,9 +149,7 @@ class SegmentFile:
         os.lseek(self._file, len(header), os.SEEK_SET)
         _write_all(self._file, layout.body_buffers(), digest)
         os.pwrite(self._file, header, 0)
-        body_checksum = digest.intdigest() if digest else 0
-        trailer = _TRAILER.pack(sequence, xxhash.xxh3_64_intdigest(header), body_checksum, checksum_body)
-        os.pwrite(self._file, trailer, size - _TRAILER.size)
+        os.pwrite(self._file, _trailer(sequence, header, digest), size - _TRAILER.size)
         return layout.num_bytes
 
     def flush(self) -> None:
@@ -163,6 +161,38 @@ class SegmentFile:
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
+
+
+class SegmentMemory:
+    """The same in memory of this process alone, checksummed: no file is open for it, however many there are."""
+
+    def __init__(self) -> None:
+        self.content: mmap.mmap | None = None
+        """Another one once it had to grow: who has the old one keeps it."""
+
+    def write(self, tensors: Mapping[str, TensorBuffers], metadata: Mapping[str, str], sequence: int) -> int:
+        """Replace the content; returns its bytes. `sequence` is above 0."""
+        layout = _Layout(tensors, metadata)
+        current = 0 if self.content is None else len(self.content)
+        size = layout.file_size(current)
+        if self.content is None or size > current:
+            self.content = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        header, digest = layout.header(size), xxhash.xxh3_64()
+        with memoryview(self.content) as memory:
+            memory[: len(header)] = header
+            end = len(header)
+            for buffer in layout.body_buffers():
+                if buffer.nbytes:
+                    start, end, part = end, end + buffer.nbytes, buffer.cast("B")
+                    digest.update(part)
+                    memory[start:end] = part
+            memory[size - _TRAILER.size : size] = _trailer(sequence, header, digest)
+        return layout.num_bytes
+
+
+def _trailer(sequence: int, header: bytes, digest: xxhash.xxh3_64 | None) -> bytes:
+    body_checksum = digest.intdigest() if digest else 0
+    return _TRAILER.pack(sequence, xxhash.xxh3_64_intdigest(header), body_checksum, digest is not None)
 
 
 def _open(path: Path) -> int:

@@ -17,10 +17,10 @@ import os
 import re
 import shutil
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import msgspec
 import numpy as np
@@ -29,7 +29,9 @@ from typing_extensions import override
 from tailrace.errors import CorruptData, NoRoom
 from tailrace.records import Batch, PlannedBatch
 from tailrace.transport.batches.codec import part_tensors, read_batch
-from tailrace.transport.segments import SegmentFile, map_segment, read_segment, verify_body
+from tailrace.transport.segments import SegmentFile, SegmentMemory, map_segment, read_segment, verify_body
+
+SegmentT = TypeVar("SegmentT")
 
 _logger = logging.getLogger(__name__)
 
@@ -90,10 +92,10 @@ class BatchSource(Protocol):
         ...
 
 
-class _RecyclingStore(BatchStore):
+class _RecyclingStore(BatchStore, Generic[SegmentT]):
     """Writes into segments that are used again once their batch is released."""
 
-    def __init__(self, create: _Create) -> None:
+    def __init__(self, create: Callable[[int], SegmentT]) -> None:
         self._pool = _Pool(create)
 
     @override
@@ -106,10 +108,10 @@ class _RecyclingStore(BatchStore):
         self._pool.release(sequence)
 
     @abstractmethod
-    def _write(self, segment: SegmentFile, part: PlannedBatch, sequence: int) -> Piece: ...
+    def _write(self, segment: SegmentT, part: PlannedBatch, sequence: int) -> Piece: ...
 
 
-class SharedMemoryStore(_RecyclingStore):
+class SharedMemoryStore(_RecyclingStore[SegmentFile]):
     """Recycled files in a folder of shared memory: fresh shared memory costs many times the copy.
 
     What finds no room there goes to files in the folder `spill`, if there is one; the first time is logged.
@@ -123,8 +125,8 @@ class SharedMemoryStore(_RecyclingStore):
     @override
     def close(self) -> None:
         """What a receiver has mapped stays readable to it."""
-        for segment in self._pool.close():
-            segment.path.unlink(missing_ok=True)
+        for segment in self._pool.segments:
+            _remove_segment(segment)
         if self._spill is not None:
             _remove_if_empty(self._spill)
 
@@ -140,6 +142,7 @@ class SharedMemoryStore(_RecyclingStore):
                 raise
             spilled = self._spilled(self._spill, error)
         self._pool.replace(sequence, segment, spilled)
+        _remove_segment(segment)
         return self._write(spilled, part, sequence)
 
     def _spilled(self, folder: Path, error: NoRoom) -> SegmentFile:
@@ -151,26 +154,21 @@ class SharedMemoryStore(_RecyclingStore):
         return SegmentFile(folder / f"{_SPILLED}{os.getpid()}-{self._num_spilled}.safetensors")
 
 
-class ValueStore(_RecyclingStore):
+class ValueStore(_RecyclingStore[SegmentMemory]):
     """Recycled, checksummed memory of this process, whose content is sent along."""
 
     def __init__(self) -> None:
-        super().__init__(lambda number: SegmentFile.nameless(f"batch {number}"))
-        self._mappings: dict[SegmentFile, mmap.mmap] = {}
+        super().__init__(lambda _: SegmentMemory())
 
     @override
     def close(self) -> None:
         """What is on its way stays readable until it is sent."""
-        self._mappings.clear()
-        self._pool.close()
 
     @override
-    def _write(self, segment: SegmentFile, part: PlannedBatch, sequence: int) -> Piece:
-        ref = _write_part(segment, part, sequence, "", checksum_body=True)
-        mapping, size = self._mappings.get(segment), os.fstat(segment.fileno()).st_size
-        if mapping is None or len(mapping) != size:
-            mapping = self._mappings[segment] = mmap.mmap(segment.fileno(), 0, access=mmap.ACCESS_READ)
-        return Piece(ref, mapping)
+    def _write(self, segment: SegmentMemory, part: PlannedBatch, sequence: int) -> Piece:
+        tensors, metadata = part_tensors(part)
+        num_bytes = segment.write(tensors, metadata, sequence)
+        return Piece(BatchRef(part.summary.step, "", sequence, num_bytes), segment.content)
 
 
 class FileStore(BatchStore):
@@ -299,20 +297,20 @@ _SPILLED = "spilled-batch-"
 _PLACE = re.compile(r"(?:spilled-)?batch-[\w.-]+(/rank-[0-9]+\.safetensors)?", re.ASCII)
 
 
-class _Pool:
+class _Pool(Generic[SegmentT]):
     """Segments that are written, lent to a batch, and written again."""
 
-    def __init__(self, create: _Create) -> None:
+    def __init__(self, create: Callable[[int], SegmentT]) -> None:
         self._create = create
-        self._all: list[SegmentFile] = []
-        self._free: list[SegmentFile] = []
-        self._lent: dict[int, list[SegmentFile]] = {}
+        self.segments: list[SegmentT] = []
+        self._free: list[SegmentT] = []
+        self._lent: dict[int, list[SegmentT]] = {}
 
-    def take(self, sequence: int, count: int) -> list[SegmentFile]:
+    def take(self, sequence: int, count: int) -> list[SegmentT]:
         """Segments for one batch: those given back last, whose memory is warm, and new ones where they are too few."""
         while len(self._free) < count:
-            segment = self._create(len(self._all))
-            self._all.append(segment)
+            segment = self._create(len(self.segments))
+            self.segments.append(segment)
             self._free.append(segment)
         lent = self._lent[sequence] = [self._free.pop() for _ in range(count)]
         return lent
@@ -321,23 +319,15 @@ class _Pool:
         """The segments of one batch are free again, the first rank's on top: each rank gets those it has mapped."""
         self._free += reversed(self._lent.pop(sequence, []))
 
-    def replace(self, sequence: int, segment: SegmentFile, other: SegmentFile) -> None:
-        """Have `other` in the place of a segment that a batch was lent, and remove that one."""
-        for segments in (self._all, self._lent[sequence]):
+    def replace(self, sequence: int, segment: SegmentT, other: SegmentT) -> None:
+        """Have `other` in the place of a segment that a batch was lent."""
+        for segments in (self.segments, self._lent[sequence]):
             segments[segments.index(segment)] = other
-        segment.close()
-        segment.path.unlink(missing_ok=True)
-
-    def close(self) -> list[SegmentFile]:
-        """Close all of them; returns them."""
-        closed, self._all = self._all, []
-        for segment in closed:
-            segment.close()
-        return closed
 
 
-class _Create(Protocol):
-    def __call__(self, number: int, /) -> SegmentFile: ...
+def _remove_segment(segment: SegmentFile) -> None:
+    segment.close()
+    segment.path.unlink(missing_ok=True)
 
 
 def _write_part(segment: SegmentFile, part: PlannedBatch, sequence: int, name: str, *, checksum_body: bool) -> BatchRef:
