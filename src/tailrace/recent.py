@@ -9,7 +9,7 @@ KeyT = TypeVar("KeyT", bound=Hashable)
 ValueT = TypeVar("ValueT")
 
 REMEMBERED = 1 << 16
-"""As many as may be in flight at once; as a table of ids and numbers 20 MB at most."""
+"""As many as the slots of the largest generator; as a table of ids and numbers 20 MB at most."""
 
 
 class RecentTable(Generic[KeyT, ValueT]):

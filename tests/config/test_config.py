@@ -172,8 +172,12 @@ ON_GPUS = ["--trainer.device", "cuda", "--generator.engine", "vllm"]
         (["--trainer.devices", "0"], "trainer.devices names GPUs, and trainer.device = 'cpu' uses none: write"),
         (["--generator.devices", "0,1"], "generator.devices names GPUs, and generator.device = 'cpu' uses none: write"),
         (
-            ["--generator.device", "cuda", "--generator.devices", "1", "--placement", "inline"],
-            "generator.devices gives GPUs to a process of its own, and placement = 'inline' has one for all roles",
+            ["--trainer.device", "cuda", "--trainer.devices", "1", "--placement", "inline"],
+            "trainer.devices gives GPUs to a process of its own, and placement = 'inline' has one for all roles",
+        ),
+        (
+            ["--generator.engine", "vllm", "--generator.devices", "1", "--placement", "inline"],
+            "generator.devices gives GPUs to a process of its own, .* or set CUDA_VISIBLE_DEVICES for vLLM",
         ),
         (
             ["--generator.device", "cuda", "--generator.devices", "1", "--generator.connect", "10.0.0.1:20000"],

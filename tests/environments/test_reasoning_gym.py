@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from tailrace.config import load_settings
 from tailrace.environments import EnvironmentSettings, EnvironmentSpec, Json, Task, load_environment
 from tailrace.errors import SettingsError
 from tests.support.scripted_policy import ScriptedPolicy, play
@@ -41,6 +42,19 @@ async def test_the_policy_is_asked_with_reasoning_gyms_own_system_prompt() -> No
     await spec.agent(spec.train_task(0), policy)
     assert [message["role"] for message in policy.conversations[0]] == ["system", "user"]
     assert "<answer>" in policy.conversations[0][0]["content"]
+
+
+@pytest.mark.parametrize(("given", "count"), [([], 3), (["--environment.args.few_shot", "[]"], 1)])
+async def test_the_recipes_examples_come_before_every_question(given: list[str], count: int) -> None:
+    settings = load_settings("smollm2-arithmetic", given)
+    spec = load_environment(settings.environments[0])
+    policy, task = ScriptedPolicy(["1"]), spec.train_task(0)
+    assert spec.agent is not None
+    await spec.agent(task, policy)
+    said = policy.conversations[0]
+    assert [message["role"] for message in said] == ["system", *["user", "assistant"] * (count - 1), "user"]
+    assert [message["content"] for message in said if message["role"] == "user"][-1] == task["question"]
+    assert not {message["content"] for message in said} & {spec.eval_task(index)["question"] for index in range(200)}
 
 
 def test_held_out_questions_are_never_trained_on() -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +13,19 @@ import pytest
 from tailrace.errors import SettingsError
 from tailrace.generation.holding import HoldingGenerate
 from tailrace.generation.recorded_generate import RecordedGenerate
-from tailrace.records import Completion, FinishReason, GenerationRequest, OnChunk, SamplingParams, TerminalState
+from tailrace.records import (
+    Completion,
+    FinishReason,
+    GenerationRequest,
+    GroupId,
+    OnChunk,
+    SamplingParams,
+    TerminalState,
+)
+from tailrace.scheduling.outstanding import OpenGroup
+from tailrace.scheduling.settings import SchedulingSettings
+from tailrace.scheduling.stragglers import Stragglers
+from tailrace.scheduling.tasks import TaskKey
 from tailrace.simulation import SimulatedRun, simulate
 from tailrace.simulation.virtual_time import run_in_virtual_time
 from tests.scheduling.world import make_world
@@ -95,6 +110,33 @@ def test_nobody_resumes_without_generators_that_hold() -> None:
             make_world(lambda number: 0.0, over_sampling=2.0, on_straggler="resume_next_step", holds=False)
 
     run_in_virtual_time(make())
+
+
+async def test_groups_that_are_resumed_while_others_are_being_set_aside_are_held_no_more() -> None:
+    class Holder:
+        def __init__(self) -> None:
+            self.held: set[str] = set()
+
+        async def hold(self, group_ids: Collection[str]) -> None:
+            self.held |= {*group_ids}
+
+        def release(self, group_id: str) -> None:
+            self.held.discard(group_id)
+
+    running: list[Any] = [SimpleNamespace(is_running=True)]
+    groups = [OpenGroup(GroupId(f"{number}"), TaskKey("any", 0, number), running, 0) for number in range(200)]
+    outstanding, holder = SimpleNamespace(groups=groups, running=200), Holder()
+    settings = SchedulingSettings(over_sampling=2.0, on_straggler="resume_next_step")
+    stragglers = Stragglers(outstanding, holder, settings)  # type: ignore[arg-type]
+    passing = asyncio.create_task(stragglers.pass_edge())
+    while not holder.held:  # noqa: ASYNC110 - it tells nobody
+        await asyncio.sleep(0)
+    assert len(holder.held) < 200
+    stragglers.resume()
+    await passing
+    assert not holder.held
+    assert not any(group.is_held for group in groups)
+    assert outstanding.running == 200
 
 
 def _sampled(count: int, reason: FinishReason) -> Completion:

@@ -14,7 +14,7 @@ def single_turn_agent(
     """An agent that sends the task's `prompt` column: one user message, or a list of messages as it is.
 
     It returns None: give the spec a `reward` function. The system prompt is optional; `few_shot` are questions and
-    their answers, which come before the task's as turns of their own. Every row needs the column.
+    their answers, turns of their own before all that the column holds. Every row needs the column.
     """
 
     async def agent(task: Task, policy: Policy) -> None:

@@ -77,9 +77,12 @@ class Stragglers:
         self._groups.clear()
 
     async def _hold(self, groups: Sequence[OpenGroup]) -> None:
-        assert self._holder is not None
         async with asyncio.TaskGroup() as holding:
             for start in range(0, len(groups), HELD_AT_ONCE):
-                ids = [group.group_id for group in groups[start : start + HELD_AT_ONCE]]
-                holding.create_task(self._holder.hold(ids))
+                holding.create_task(self._hold_some(groups[start : start + HELD_AT_ONCE]))
                 await asyncio.sleep(0)
+
+    async def _hold_some(self, groups: Sequence[OpenGroup]) -> None:
+        """Those that were not resumed meanwhile."""
+        assert self._holder is not None
+        await self._holder.hold([group.group_id for group in groups if group.is_held])

@@ -31,6 +31,7 @@ from tailrace.transport.room import reserve_room
 ALIGNMENT_BYTES = 64
 MAX_BUFFERS_PER_WRITE = 256
 """`writev` takes 1,024. Between two calls the interpreter's lock is free, so that an event loop never waits long."""
+_HASHED_AT_ONCE = 1 << 18
 HASHED_AT_ONCE_BYTES = 4 << 20
 PAD_PREFIX = "__pad__"
 
@@ -119,6 +120,11 @@ class SegmentFile:
         with tempfile.TemporaryFile() as file:
             return cls(Path(name), file=os.dup(file.fileno()))
 
+    def open(self) -> None:
+        """Open it again, where it was closed and has a name."""
+        if self._file < 0:
+            self._file = _open(self.path)
+
     def fileno(self) -> int:
         """The open file's descriptor, for locks."""
         return self._file
@@ -135,8 +141,6 @@ class SegmentFile:
 
         Raises `NoRoom` when the folder has none; then the file holds no content, and its size is as before.
         """
-        if self._file < 0:
-            self._file = _open(self.path)
         current = os.fstat(self._file).st_size
         if current:
             os.pwrite(self._file, bytes(_TRAILER.size), current - _TRAILER.size)
@@ -157,7 +161,7 @@ class SegmentFile:
         os.fsync(self._file)
 
     def close(self) -> None:
-        """Close the file; it stays where it is, and `write` opens it again."""
+        """Close the file; it stays where it is."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
@@ -180,12 +184,15 @@ class SegmentMemory:
         header, digest = layout.header(size), xxhash.xxh3_64()
         with memoryview(self.content) as memory:
             memory[: len(header)] = header
-            end = len(header)
+            hashed = end = len(header)
             for buffer in layout.body_buffers():
                 if buffer.nbytes:
-                    start, end, part = end, end + buffer.nbytes, buffer.cast("B")
-                    digest.update(part)
-                    memory[start:end] = part
+                    start, end = end, end + buffer.nbytes
+                    memory[start:end] = buffer.cast("B")
+                if end - hashed >= _HASHED_AT_ONCE:  # the interpreter's lock is free meanwhile
+                    digest.update(memory[hashed:end])
+                    hashed = end
+            digest.update(memory[hashed:end])
             memory[size - _TRAILER.size : size] = _trailer(sequence, header, digest)
         return layout.num_bytes
 

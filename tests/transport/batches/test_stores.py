@@ -7,7 +7,7 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +26,7 @@ from tailrace.transport.batches.channels import (
     value_receiver,
     value_sender,
 )
-from tailrace.transport.batches.stores import SharedMemoryStore
+from tailrace.transport.batches.stores import BatchStore, SharedMemoryStore, ValueStore
 from tailrace.transport.channels import ipc_address
 from tailrace.transport.segments import ALIGNMENT_BYTES
 from tests.transport.transport_builders import COLUMNS, assert_same_batch, make_batch, plan
@@ -88,10 +88,15 @@ async def test_shared_memory_is_recycled(sockets: Path, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_what_a_part_takes_is_counted_as_its_file_does(tmp_path: Path) -> None:
-    store = SharedMemoryStore(tmp_path)
-    (piece,) = store.write(plan([5], step=1), 1)
-    assert piece.num_bytes == (tmp_path / piece.ref.segment).stat().st_size > piece.ref.num_bytes
+@pytest.mark.parametrize("make", [SharedMemoryStore, lambda _: ValueStore()], ids=["shared memory", "by value"])
+def test_what_a_part_takes_is_counted_with_what_a_larger_one_left(
+    make: Callable[[Path], BatchStore], tmp_path: Path
+) -> None:
+    store = make(tmp_path)
+    (large,) = store.write(plan([100_000], step=1, row_tokens=100_000), 1)
+    store.release(1)
+    (small,) = store.write(plan([5], step=2), 2)
+    assert small.num_bytes == large.num_bytes > large.ref.num_bytes > small.ref.num_bytes
     store.close()
 
 

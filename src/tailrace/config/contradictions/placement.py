@@ -99,12 +99,13 @@ def _devices(settings: RunSettings) -> Iterator[Contradiction]:
                 '"cuda", or leave it out',
                 *(f"{section}.devices", f"{section}.device"),
             )
-        elif devices and settings.placement == "inline":
-            yield Contradiction(
-                f"{section}.devices gives GPUs to a process of its own, and placement = 'inline' has one for all "
-                "roles: leave it out, and set CUDA_VISIBLE_DEVICES",
-                *(f"{section}.devices", "placement"),
-            )
+    named = [("trainer", trainer.devices), ("generator", generator.devices)]
+    for section in [section for section, devices in named if devices and settings.placement == "inline"]:
+        yield Contradiction(
+            f"{section}.devices gives GPUs to a process of its own, and placement = 'inline' has one for all roles: "
+            f'leave it out, and write {section}.device = "cuda:1", or set CUDA_VISIBLE_DEVICES for vLLM',
+            *(f"{section}.devices", "placement"),
+        )
     if generator.devices and generator.connect:
         yield Contradiction(
             "generator.devices gives GPUs to generators that the run starts, and generator.connect has it start none: "

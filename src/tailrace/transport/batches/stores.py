@@ -55,13 +55,13 @@ class Piece:
     ref: BatchRef
     body: mmap.mmap | None = None
     """To be sent along with the reference."""
-    file_bytes: int = 0
-    """What its file takes, which is recycled and may be larger than the content; 0 where there is none."""
+    segment_bytes: int = 0
+    """What its segment takes, which is recycled and may be larger than the content; 0 for a fresh file."""
 
     @property
     def num_bytes(self) -> int:
         """What it takes as long as it is kept."""
-        return max(self.file_bytes, self.ref.num_bytes)
+        return self.segment_bytes or self.ref.num_bytes
 
 
 class BatchStore(Protocol):
@@ -132,9 +132,10 @@ class SharedMemoryStore(_RecyclingStore[SegmentFile]):
 
     @override
     def _write(self, segment: SegmentFile, part: PlannedBatch, sequence: int) -> Piece:
+        segment.open()
         try:
             ref = _write_part(segment, part, sequence, segment.path.name, checksum_body=self._checksum_bodies)
-            piece = Piece(ref, file_bytes=os.fstat(segment.fileno()).st_size)
+            piece = Piece(ref, segment_bytes=os.fstat(segment.fileno()).st_size)
             segment.close()  # it may be retained for long, beside hundreds of others
             return piece
         except NoRoom as error:
@@ -168,7 +169,8 @@ class ValueStore(_RecyclingStore[SegmentMemory]):
     def _write(self, segment: SegmentMemory, part: PlannedBatch, sequence: int) -> Piece:
         tensors, metadata = part_tensors(part)
         num_bytes = segment.write(tensors, metadata, sequence)
-        return Piece(BatchRef(part.summary.step, "", sequence, num_bytes), segment.content)
+        assert segment.content is not None
+        return Piece(BatchRef(part.summary.step, "", sequence, num_bytes), segment.content, len(segment.content))
 
 
 class FileStore(BatchStore):

@@ -67,7 +67,8 @@ _OfSteps: TypeAlias = ModelStateDictPublished | StepTrained | StepSkipped | Chec
 """They come for as long as a run lasts. All others are few, and say how it stands."""
 
 KEPT_OF_STEPS = 64
-"""A run's processes begin to follow one after the other; none is so late."""
+"""Events, of all four kinds together: processes begin to follow one after the other. A trainer that is started again
+may be later; it reads nothing but requests to stop."""
 
 
 class EventHistory:
