@@ -25,6 +25,7 @@ from tailrace.errors import (
     LifecycleError,
     ModelError,
     NothingLeft,
+    PeerGone,
     SettingsError,
     TailraceError,
     TransportError,
@@ -65,7 +66,7 @@ RUN_ENDED = "run_ended"
 DATA_EXHAUSTED = "every task was handed out max_epochs times"
 
 _EXPLANATION_S = 1.0
-"""How long to wait for a failed engine's process to end, whose error says more than the failed call's."""
+"""How long to wait for a process to end, whose error says more than that of a call to it or a queue that it left."""
 
 
 class Orchestrator(WeightListener, ReplicaListener):
@@ -249,8 +250,8 @@ class Orchestrator(WeightListener, ReplicaListener):
         await self.request_stop(RunStatus.FAILED, str(self.error))
 
     async def _explained(self, error: BaseException) -> BaseException:
-        """The error of the process that failed a call, which may be noticed a moment after the call."""
-        if isinstance(error, EngineFailed):
+        """The error of the process that failed a call, or left a queue, which may be noticed a moment later."""
+        if isinstance(error, EngineFailed | PeerGone):
             try:
                 async with asyncio.timeout(_EXPLANATION_S):
                     await self._roles.watch()
