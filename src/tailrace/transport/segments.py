@@ -31,7 +31,8 @@ from tailrace.transport.room import reserve_room
 ALIGNMENT_BYTES = 64
 MAX_BUFFERS_PER_WRITE = 256
 """`writev` takes 1,024. Between two calls the interpreter's lock is free, so that an event loop never waits long."""
-_HASHED_AT_ONCE = 1 << 18
+_COPIED_AT_ONCE_BYTES = 1 << 18
+"""Into memory: they are hashed then, and the interpreter's lock is free meanwhile."""
 HASHED_AT_ONCE_BYTES = 4 << 20
 PAD_PREFIX = "__pad__"
 
@@ -189,7 +190,7 @@ class SegmentMemory:
                 if buffer.nbytes:
                     start, end = end, end + buffer.nbytes
                     memory[start:end] = buffer.cast("B")
-                if end - hashed >= _HASHED_AT_ONCE:  # the interpreter's lock is free meanwhile
+                if end - hashed >= _COPIED_AT_ONCE_BYTES:
                     digest.update(memory[hashed:end])
                     hashed = end
             digest.update(memory[hashed:end])

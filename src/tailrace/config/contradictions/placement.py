@@ -86,7 +86,7 @@ def _ray(settings: RunSettings) -> Iterator[Contradiction]:
 
 
 def _devices(settings: RunSettings) -> Iterator[Contradiction]:
-    """GPUs that a role on another device would not be given; vLLM takes its own whatever `device` says."""
+    """GPUs that no role would be given. vLLM takes GPUs whatever `device` says."""
     if settings.placement == "ray":  # where none are named
         return
     trainer, generator = settings.trainer, settings.generator
@@ -99,13 +99,13 @@ def _devices(settings: RunSettings) -> Iterator[Contradiction]:
                 '"cuda", or leave it out',
                 *(f"{section}.devices", f"{section}.device"),
             )
-    named = [("trainer", trainer.devices), ("generator", generator.devices)]
-    for section in [section for section, devices in named if devices and settings.placement == "inline"]:
-        yield Contradiction(
-            f"{section}.devices gives GPUs to a process of its own, and placement = 'inline' has one for all roles: "
-            f'leave it out, and write {section}.device = "cuda:1", or set CUDA_VISIBLE_DEVICES for vLLM',
-            *(f"{section}.devices", "placement"),
-        )
+    for section, devices in (("trainer", trainer.devices), ("generator", generator.devices)):
+        if devices and settings.placement == "inline":
+            yield Contradiction(
+                f"{section}.devices gives GPUs to a process of its own, and placement = 'inline' has one for all roles:"
+                f' leave it out, and write {section}.device = "cuda:1", or set CUDA_VISIBLE_DEVICES for vLLM',
+                *(f"{section}.devices", "placement"),
+            )
     if generator.devices and generator.connect:
         yield Contradiction(
             "generator.devices gives GPUs to generators that the run starts, and generator.connect has it start none: "

@@ -126,7 +126,8 @@ class SharedMemoryStore(_RecyclingStore[SegmentFile]):
     def close(self) -> None:
         """What a receiver has mapped stays readable to it."""
         for segment in self._pool.segments:
-            _remove_segment(segment)
+            segment.close()
+            segment.path.unlink(missing_ok=True)
         if self._spill is not None:
             _remove_if_empty(self._spill)
 
@@ -135,15 +136,15 @@ class SharedMemoryStore(_RecyclingStore[SegmentFile]):
         segment.open()
         try:
             ref = _write_part(segment, part, sequence, segment.path.name, checksum_body=self._checksum_bodies)
-            piece = Piece(ref, segment_bytes=os.fstat(segment.fileno()).st_size)
-            segment.close()  # it may be retained for long, beside hundreds of others
-            return piece
+            return Piece(ref, segment_bytes=os.fstat(segment.fileno()).st_size)
         except NoRoom as error:
             if self._spill is None or segment.path.parent == self._spill:
                 raise
             spilled = self._spilled(self._spill, error)
+        finally:
+            segment.close()  # it may be retained for long, beside hundreds of others
         self._pool.replace(sequence, segment, spilled)
-        _remove_segment(segment)
+        segment.path.unlink(missing_ok=True)
         return self._write(spilled, part, sequence)
 
     def _spilled(self, folder: Path, error: NoRoom) -> SegmentFile:
@@ -325,11 +326,6 @@ class _Pool(Generic[SegmentT]):
         """Have `other` in the place of a segment that a batch was lent."""
         for segments in (self.segments, self._lent[sequence]):
             segments[segments.index(segment)] = other
-
-
-def _remove_segment(segment: SegmentFile) -> None:
-    segment.close()
-    segment.path.unlink(missing_ok=True)
 
 
 def _write_part(segment: SegmentFile, part: PlannedBatch, sequence: int, name: str, *, checksum_body: bool) -> BatchRef:
