@@ -181,6 +181,29 @@ def test_the_others_miss_a_rank_within_the_deadline_and_name_it(
     assert re.search("rank 1 of the trainer", last)
 
 
+def save_without_one(ranks: JoinedRanks, model_folder: Path, folder: Path) -> str:
+    """Rank 1 is gone when the others write a checkpoint: what they say of it."""
+    trainer = make_trainer(model_folder, ranks)
+    train(trainer, range(1, 2), ranks)
+    staged = trainer.stage_checkpoint(folder)
+    if ranks.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        trainer.write_checkpoint(staged)
+    except RankLost as error:
+        return str(error)
+    return "nobody was missed"
+
+
+def test_a_checkpoint_that_a_rank_is_lost_in_is_no_error_of_the_disk(model_folder: Path, tmp_path: Path) -> None:
+    """A trainer that may be started again is, whatever its ranks were doing together."""
+    folder = tmp_path / "checkpoints"
+    first, _, last = run_ranks(save_without_one, 3, tmp_path, model_folder, folder, deadline_s=DEADLINE_S, missing=1)
+    assert "rank 1 of the trainer" in first
+    assert "rank 1 of the trainer" in last
+    assert list(folder.iterdir()) == []
+
+
 def refusals(ranks: JoinedRanks, folders: dict[str, Path], other: Path) -> dict[str, str]:
     """What each model is refused for; and a checkpoint of another one."""
     found = {}

@@ -226,7 +226,10 @@ class Trainer:
         return self.write_checkpoint(self.stage_checkpoint(folder))
 
     def write_checkpoint(self, staged: StagedCheckpoint) -> Path:
-        """Write what was staged, prune old checkpoints, return its path. In any thread. Raises `CheckpointError`."""
+        """Write what was staged, prune old checkpoints, return its path. In any thread.
+
+        Raises `CheckpointError`, and `RankLost` where another rank is gone.
+        """
         path = staged.write()
         if self._ranks.rank == 0:
             checkpoints.prune_checkpoints(staged.folder, keep=self.settings.keep_checkpoints)

@@ -34,7 +34,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from tailrace.errors import CheckpointError, ModelError
+from tailrace.errors import CheckpointError, ModelError, RankLost
 from tailrace.guards import guarded, read_at_most
 from tailrace.models.loading import copy_tokenizer, load_causal_lm, quiet_transformers
 from tailrace.training.checkpoints.moments import (
@@ -102,19 +102,26 @@ class StagedCheckpoint:
     def write(self) -> Path:
         """Return the checkpoint's path once it is durable. All ranks call it, each in a thread of its own.
 
-        Raises `CheckpointError`, after removing what was written; what was there before is intact.
+        Raises `CheckpointError`, and `RankLost` where another rank is gone, after removing what was written; what was
+        there before is intact.
         """
         try:
             write_moments(self._temporary / OPTIMIZER, self.moments, self.ranks)
             if self.ranks.rank == 0:
                 self._write_rest(self._temporary)
                 _publish(self._temporary, self._final)
+        except RankLost:
+            self._remove()
+            raise
         except (OSError, RuntimeError, SafetensorError, CheckpointException) as error:
-            if self.ranks.rank == 0:
-                shutil.rmtree(self._temporary, ignore_errors=True)
-                put_back(self.folder)
+            self._remove()
             raise _not_written(self._final, error) from error
         return self._final
+
+    def _remove(self) -> None:
+        if self.ranks.rank == 0:
+            shutil.rmtree(self._temporary, ignore_errors=True)
+            put_back(self.folder)
 
     def _write_rest(self, folder: Path) -> None:
         copy_tokenizer(self.model_name, folder)

@@ -38,16 +38,17 @@ def copy_moments(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Rank
 
 
 def write_moments(folder: Path, moments: Moments, ranks: Ranks) -> None:
-    """Write this rank's shares; returns when those of all ranks are on the disk. In any one thread."""
+    """Write this rank's shares; returns when those of all ranks are on the disk. In any one thread. Raises `RankLost`."""
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save
 
     writer = FileSystemWriter(folder, single_file_per_rank=True, sync_files=True)
-    save(cast("dict[str, Any]", moments), storage_writer=writer, **_group(ranks))
+    with ranks.exchanging():
+        save(cast("dict[str, Any]", moments), storage_writer=writer, **_group(ranks))
 
 
 def read_moments(folder: Path, model: nn.Module, ranks: Ranks) -> Moments:
-    """This rank's shares of what any number of ranks wrote."""
+    """This rank's shares of what any number of ranks wrote. Raises `RankLost`."""
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
     from torch.distributed.checkpoint.state_dict_loader import load
@@ -64,7 +65,8 @@ def read_moments(folder: Path, model: nn.Module, ranks: Ranks) -> Moments:
         if entry.size != like.shape:
             raise ValueError(f"{key} is {list(entry.size)}, and the weight {list(like.shape)}")
         moments[key] = shares.empty(like, entry.properties.dtype)
-    load(cast("dict[str, Any]", moments), storage_reader=reader, **_group(ranks))
+    with ranks.exchanging():
+        load(cast("dict[str, Any]", moments), storage_reader=reader, **_group(ranks))
     return moments
 
 
