@@ -38,7 +38,7 @@ def copy_moments(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Rank
 
 
 def write_moments(folder: Path, moments: Moments, ranks: Ranks) -> None:
-    """Write this rank's shares; returns when those of all ranks are on the disk. In any one thread. Raises `RankLost`."""
+    """Write this rank's shares; returns when all ranks' are on the disk. In any one thread. Raises `RankLost`."""
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save
 
