@@ -70,7 +70,8 @@ class StandInGpu(FakeTensorMode):
             self.reads += 1
         if func is _aten.addmm.dtype_out:  # which torch 2.11 cannot compute without memory
             total, rows, columns, _ = args
-            super().dispatch(_aten.add.Tensor, types, (total, super().dispatch(_aten.mm.default, types, (rows, columns))))
+            added = super().dispatch(_aten.mm.default, types, (rows, columns))
+            super().dispatch(_aten.add.Tensor, types, (total, added))
             return kwargs["out"]
         return super().dispatch(func, types, args, kwargs)
 
