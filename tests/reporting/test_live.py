@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from tailrace.reporting.curves import Curve
 from tailrace.reporting.live import LiveView, QuietLines, progress_line, wants_live_view
 from tailrace.reporting.live_rendering import run_screen
 from tailrace.reporting.logs import Terminal, setup_logging
@@ -28,12 +29,16 @@ def a_view(step: int = 38, elapsed_s: float = 72.0) -> RunView:
         elapsed_s=elapsed_s,
         step=step,
         max_steps=60,
-        rewards=[0.25, 0.5, 0.745],
+        rewards=Curve.of([0.25, 0.5, 0.745]),
         reward_std=0.143,
         completion_tokens=84.2,
         turns=2.4,
         learning_rate=8e-4,
-        curves={"training/kl": [0.001, 0.002], "training/entropy": [0.9, 0.83], "training/grad_norm": [0.4, 0.31]},
+        curves={
+            "training/kl": Curve.of([0.001, 0.002]),
+            "training/entropy": Curve.of([0.9, 0.83]),
+            "training/grad_norm": Curve.of([0.4, 0.31]),
+        },
         sample=a_rollout(38, 0, 0.75, a_conversation(True)).rollout,
         held_out={"alphabet-sort": 0.813},
         evaluating_step=30,
@@ -42,8 +47,8 @@ def a_view(step: int = 38, elapsed_s: float = 72.0) -> RunView:
         staleness_mean=0.8,
         staleness_max=2,
         max_staleness=4,
-        generation_tokens_per_s=[4000, 3958],
-        training_tokens_per_s=[2700, 2770],
+        generation_tokens_per_s=Curve.of([4000, 3958]),
+        training_tokens_per_s=Curve.of([2700, 2770]),
         in_flight=96,
         in_flight_limit=160,
         ready_groups=2,
@@ -125,7 +130,7 @@ def test_the_live_view_shows_every_figure(width: int) -> None:
 
 @pytest.mark.parametrize("width", [80, 96, 112, 120, 160])
 def test_figures_of_a_run_of_the_usual_size_and_what_is_drawn_beside_them_are_whole(width: int) -> None:
-    view = replace(a_view(), in_flight=280, in_flight_limit=320, rewards=[step / 99 for step in range(100)])
+    view = replace(a_view(), in_flight=280, in_flight_limit=320, rewards=Curve.of(step / 99 for step in range(100)))
     text = text_of(view, width)
     assert re.search(r"280 of 320 rollouts +[━╸]+ *$", text, flags=re.MULTILINE)
     assert re.search(r"1\.000 ± 0\.143 +▁[▁-█]+█( |$)", text, flags=re.MULTILINE)
@@ -159,7 +164,11 @@ def test_a_run_that_goes_on_does_not_seem_to_begin_anew_until_its_step_is_known(
 
 def test_a_diverged_run_can_be_shown() -> None:
     view = RunView(
-        name="bad", rewards=[math.nan], generation_tokens_per_s=[math.nan], step=1, completion_tokens=math.nan
+        name="bad",
+        rewards=Curve.of([math.nan]),
+        generation_tokens_per_s=Curve.of([math.nan]),
+        step=1,
+        completion_tokens=math.nan,
     )
     assert "nan" in text_of(view, 100)
 

@@ -52,7 +52,16 @@ def test_each_metric_is_reduced_over_the_run_as_over_a_step() -> None:
     assert totals.max("lag/max_s") == 0.1
     assert totals.counts() == {"scheduler/admitted": 24}
     assert totals.wall_s == totals.clock_s == 8.0
-    assert totals.rewards == [0.1, 0.2, 0.3, 0.4]
+    assert totals.rewards.points == [0.1, 0.2, 0.3, 0.4]
+
+
+def test_what_is_drawn_of_a_long_run_is_bounded_and_of_all_its_steps() -> None:
+    totals = RunTotals({**LINES[0], "step": step, "wall_s": 2.0 * step, "reward/mean": step} for step in range(1, 5001))
+    for curve in (totals.rewards, totals.generation_tokens_per_s, totals.training_tokens_per_s):
+        assert 512 <= len(curve.points) <= 1024
+    assert (totals.rewards.first, totals.rewards.newest) == (1, 5000)
+    assert totals.rewards.points[:2] == [4.5, 12.5]
+    assert totals.rewards.points[-1] == 4996.5
 
 
 def test_a_skipped_step_trained_nothing() -> None:

@@ -189,19 +189,21 @@ class Watchdog:
 def progress_line(view: RunView, remaining_s: float | None = None) -> str:
     """One step in one line.
 
-    >>> view = RunView(name="demo", step=3, max_steps=60, rewards=[0.2, 0.3], reward_std=0.1, staleness_mean=0.8)
+    >>> from tailrace.reporting.curves import Curve
+    >>> rewards = Curve.of([0.2, 0.3])
+    >>> view = RunView(name="demo", step=3, max_steps=60, rewards=rewards, reward_std=0.1, staleness_mean=0.8)
     >>> progress_line(view, 65.0)
     'step 3 of 60 · reward 0.300 ± 0.100 · staleness 0.8 mean, 0 max · 1:05 left'
     """
     parts = [f"step {view.step:,}" + (f" of {view.max_steps:,}" if view.max_steps else "")]
-    if view.rewards:
+    if view.rewards.newest is not None:
         spread = "" if view.reward_std is None else f" ± {view.reward_std:.3f}"
-        parts.append(f"reward {view.rewards[-1]:.3f}{spread}")
+        parts.append(f"reward {view.rewards.newest:.3f}{spread}")
     parts += [f"held-out {environment} {reward:.3f}" for environment, reward in view.held_out.items()]
-    if view.generation_tokens_per_s:
-        parts.append(f"generated {compact(view.generation_tokens_per_s[-1])} tokens/s")
-    if view.training_tokens_per_s:
-        parts.append(f"trained {compact(view.training_tokens_per_s[-1])} tokens/s")
+    if view.generation_tokens_per_s.newest is not None:
+        parts.append(f"generated {compact(view.generation_tokens_per_s.newest)} tokens/s")
+    if view.training_tokens_per_s.newest is not None:
+        parts.append(f"trained {compact(view.training_tokens_per_s.newest)} tokens/s")
     parts.append(f"staleness {view.staleness_mean:.1f} mean, {view.staleness_max} max")
     if failed := sum(view.failures.values()):
         parts.append(f"{failed:,} failed")

@@ -15,6 +15,7 @@ from rich.text import Text
 from tailrace.records import Rollout
 from tailrace.reporting.advice import Advice
 from tailrace.reporting.conversations import conversation_lines
+from tailrace.reporting.curves import Curve
 from tailrace.reporting.formats import (
     NOTHING,
     block_chart,
@@ -74,7 +75,7 @@ def run_screen(
     shown = log_lines[max(0, len(log_lines) - max(0, spare - 1)) :]
     spare -= len(shown) + 1 if shown else 0
     curve_rows = min(_MOST_CURVE_ROWS, max(_LEAST_CURVE_ROWS, spare // 3))
-    if spare >= curve_rows + 2 and view.rewards:
+    if spare >= curve_rows + 2 and view.rewards.newest is not None:
         parts += [Text(), _curves(view, width, curve_rows)]
         spare -= curve_rows + 2
     if spare >= _LEAST_CONVERSATION and view.sample is not None:
@@ -183,14 +184,14 @@ def _number(value: int, noun: str, ending: str = "") -> Text:
 
 
 def _reward(view: RunView) -> Text:
-    if not view.rewards:
+    if view.rewards.newest is None:
         return Text(NOTHING, style=_LABEL)
     spread = "" if view.reward_std is None else f" ± {view.reward_std:.3f}"
-    return Text.assemble((f"{view.rewards[-1]:.3f}", f"bold {_ACCENT}"), (spread, _LABEL))
+    return Text.assemble((f"{view.rewards.newest:.3f}", f"bold {_ACCENT}"), (spread, _LABEL))
 
 
 def _reward_detail(view: RunView) -> tuple[Text, Text]:
-    first = f"first {view.rewards[0]:.3f}" if view.rewards else ""
+    first = "" if view.rewards.first is None else f"first {view.rewards.first:.3f}"
     even = "" if view.zero_spread_share is None else f"{share(view.zero_spread_share)} of groups without spread"
     return Text(first, style=_LABEL), Text(even, style=_LABEL)
 
@@ -213,30 +214,29 @@ def _update(view: RunView) -> tuple[Text, Text]:
         return Text(NOTHING, style=_LABEL), Text()
     moved = Text()
     for label, name in _COURSES.items():
-        if values := view.curves.get(name):
-            moved.append(f"{label} ", style=_LABEL).append(f"{values[-1]:.2g}  ")
+        if (curve := view.curves.get(name)) is not None and curve.newest is not None:
+            moved.append(f"{label} ", style=_LABEL).append(f"{curve.newest:.2g}  ")
     return Text.assemble(("rate ", _LABEL), f"{view.learning_rate:.3g}"), moved
 
 
 def _curves(view: RunView, width: int, rows: int) -> RenderableType:
     """As many as there is room for, each under its name, its newest value and its range."""
-    courses = {"reward": view.rewards} | {label: view.curves.get(name, ()) for label, name in _COURSES.items()}
+    courses = {"reward": view.rewards} | {label: view.curves.get(name, Curve()) for label, name in _COURSES.items()}
     count = max(1, min(len(courses), (width - 4) // _LEAST_CURVE))
     column = (width - 4 - 4 * (count - 1)) // count
     grid = Table.grid(padding=(0, 4, 0, 0), pad_edge=False)
     cells = []
-    for label, values in [*courses.items()][:count]:
+    for label, curve in [*courses.items()][:count]:
         grid.add_column(width=column, no_wrap=True, overflow="crop")
-        cells.append(_curve(label, values, column, rows, _ACCENT if label == "reward" else _SECOND))
+        cells.append(_curve(label, curve, column, rows, _ACCENT if label == "reward" else _SECOND))
     grid.add_row(*cells)
     return Padding(grid, (0, 2))
 
 
-def _curve(label: str, values: Sequence[float], width: int, rows: int, style: str) -> Text:
-    finite = [value for value in values if math.isfinite(value)]
-    span = f"  {min(finite):.3g} to {max(finite):.3g}" if finite else f"  {NOTHING}"
-    newest = f" {values[-1]:.3g}" if values else ""
-    lines = block_chart(values, width, rows)
+def _curve(label: str, curve: Curve, width: int, rows: int, style: str) -> Text:
+    span = f"  {curve.lowest:.3g} to {curve.highest:.3g}" if curve.points else f"  {NOTHING}"
+    newest = "" if curve.newest is None else f" {curve.newest:.3g}"
+    lines = block_chart(curve.points, width, rows)
     return Text.assemble((label, _LABEL), (newest, "bold"), (span, _LABEL), "\n", ("\n".join(lines), style))
 
 
@@ -261,10 +261,10 @@ def _staleness(view: RunView) -> tuple[Text, Text]:
     return words, Text("" if view.max_staleness is None else f"at most {view.max_staleness}", style=_LABEL)
 
 
-def _rate(values: Sequence[float]) -> Text:
-    if not values or not math.isfinite(values[-1]):
+def _rate(curve: Curve) -> Text:
+    if curve.newest is None or not math.isfinite(curve.newest):
         return Text(NOTHING, style=_LABEL)
-    return Text.assemble(compact(values[-1]), (" tokens/s", _LABEL))
+    return Text.assemble(compact(curve.newest), (" tokens/s", _LABEL))
 
 
 def _rollout(view: RunView) -> tuple[Text, Text]:
@@ -308,8 +308,8 @@ def _outcomes(view: RunView) -> tuple[Text, Text]:
     return _number(view.rollouts_trained, "trained"), rest
 
 
-def _spark(values: Sequence[float], width: int, style: str) -> Text:
-    return Text(sparkline(values, min(_SPARK_WIDTH, width)), style=style)
+def _spark(curve: Curve, width: int, style: str) -> Text:
+    return Text(sparkline(curve.points, min(_SPARK_WIDTH, width)), style=style)
 
 
 def _bar(filled: float, width: int, style: str) -> Text:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from tailrace.records import Rollout, TerminalState
 from tailrace.reporting.advice import Advice
+from tailrace.reporting.curves import Curve
 from tailrace.reporting.observer import RunObserver
 from tailrace.reporting.phase_report import phase_costs
 from tailrace.scheduling import Evaluator, Ledger, SchedulerStatistics, Verdict
@@ -45,8 +46,8 @@ class RunView:
     step: int = 0
     """Steps trained so far."""
     max_steps: int | None = None
-    rewards: Sequence[float] = ()
-    """Mean reward of each step so far, in order."""
+    rewards: Curve = field(default_factory=Curve)
+    """Mean reward of each step so far."""
     reward_std: float | None = None
     """Of the newest step."""
     zero_spread_share: float | None = None
@@ -54,8 +55,8 @@ class RunView:
     """Mean sampled tokens per rollout, newest step."""
     turns: float | None = None
     learning_rate: float | None = None
-    curves: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    """Of each step so far, in order: divergence (`training/kl`), entropy, norm of the gradients."""
+    curves: Mapping[str, Curve] = field(default_factory=dict)
+    """Of each step so far: divergence (`training/kl`), entropy, norm of the gradients."""
     sample: Rollout | None = None
     """One that the newest step was trained on."""
 
@@ -74,9 +75,9 @@ class RunView:
     staleness_max: int = 0
     max_staleness: int | None = None
 
-    generation_tokens_per_s: Sequence[float] = ()
-    """Of each step so far, in order; the last is now."""
-    training_tokens_per_s: Sequence[float] = ()
+    generation_tokens_per_s: Curve = field(default_factory=Curve)
+    """Of each step so far; the newest is now."""
+    training_tokens_per_s: Curve = field(default_factory=Curve)
 
     in_flight: int = 0
     in_flight_limit: int | None = None

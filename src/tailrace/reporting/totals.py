@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from tailrace.records import Json, TerminalState
+from tailrace.reporting.curves import Curve
 from tailrace.reporting.evaluation_figures import evaluated_environments, with_evaluation
 from tailrace.reporting.metrics import Reduction, metric_spec
 from tailrace.reporting.sinks import read_jsonl
@@ -57,11 +58,11 @@ class RunTotals:
         self.staleness_max = 0
         self.mismatched_steps = 0
         """Steps above `MISMATCH_NATS`."""
-        self.rewards: list[float] = []
+        self.rewards = Curve()
         """One mean per step, like the rates below."""
-        self.generation_tokens_per_s: list[float] = []
-        self.training_tokens_per_s: list[float] = []
-        self.curves: defaultdict[str, list[float]] = defaultdict(list)
+        self.generation_tokens_per_s = Curve()
+        self.training_tokens_per_s = Curve()
+        self.curves: defaultdict[str, Curve] = defaultdict(Curve)
         """Values of `CURVES`, one per step."""
         self.evaluations: dict[str, EvaluationSummary] = {}
         """The course of the evaluations beside training, by environment."""
@@ -163,12 +164,12 @@ class RunTotals:
             self.staleness_max = max(self.staleness_max, int(metrics.get("staleness/max", 0)))
         self.mismatched_steps += mismatch_in(metrics) is not None
         if "reward/mean" in metrics:
-            self.rewards.append(metrics["reward/mean"])
+            self.rewards.add(metrics["reward/mean"])
         for name in CURVES:
             if name in metrics:
-                self.curves[name].append(metrics[name])
-        self.generation_tokens_per_s.append(metrics.get("generation/tokens_per_s", 0.0))
-        self.training_tokens_per_s.append(loss_tokens / max(wall_s - self.wall_s, 1e-9))
+                self.curves[name].add(metrics[name])
+        self.generation_tokens_per_s.add(metrics.get("generation/tokens_per_s", 0.0))
+        self.training_tokens_per_s.add(loss_tokens / max(wall_s - self.wall_s, 1e-9))
         self.wall_s = wall_s
 
 
