@@ -573,6 +573,10 @@ def test_an_environment_is_named_by_its_key_alone_as_by_its_name() -> None:
         (["--environment", "{}"], "environment.name is missing"),
         (["--environment", "unset"], "environment.name is missing"),
         (["--environments", "arithmetic"], "environments = 'arithmetic': it is a list"),
+        (
+            ["--observability.tags", "a"],
+            r"""observability.tags = 'a': .* write --observability.tags '\["...", "..."\]'$""",
+        ),
         (["--=arithmetic"], " is no setting"),
         (["--environment.", "arithmetic"], "environment. is no setting"),
     ],
@@ -605,6 +609,18 @@ def test_what_is_no_index_is_told(index: str) -> None:
     with pytest.raises(SettingsError, match=f"^--environments.{index}.weight: '{index}' is no index into the 1 ent"):
         load_settings("quickstart", [f"--environments.{index}.weight", "2"])
     assert load_settings("quickstart", [f"--environment.args.{index}", "2"]).environments[0].args[index] == 2
+
+
+def test_a_list_is_given_whole_or_edited_by_number_and_an_entry_cannot_be_unset(write: Callable[[str], str]) -> None:
+    path = write(MINIMAL + '[observability]\ntags = ["a", "b"]\n')
+    tags = {
+        given: load_settings(path, [f"--observability.tags{given}", value]).observability.tags
+        for given, value in {"": '["c"]', ".1": "c"}.items()
+    }
+    assert tags == {"": ("c",), ".1": ("a", "c")}
+    for key in ("observability.tags.0", "environments.0"):
+        with pytest.raises(SettingsError, match=rf"^--{key} unset: .* without it, --{key[:-2]} '\[...\]'$"):
+            load_settings(path, [f"--{key}", "unset"])
 
 
 @pytest.mark.parametrize("port", ["²", pytest.param("9" * 5000, id="long"), "-1", ""])

@@ -138,12 +138,22 @@ def _set(table: Any, path: tuple[str, ...], value: Any, full: Key) -> None:
         else:
             holder = ".".join(map(str, full[: depth - len(path)]))
             raise SettingsError(f"--{'.'.join(map(str, full))}: {holder} is a value, not a section")
-        if depth == len(path) - 1 and value is _UNSET and isinstance(table, dict):
-            table.pop(index, None)
+        if depth == len(path) - 1 and value is _UNSET:
+            _unset(table, index, full)
         elif depth == len(path) - 1:
             table[index] = value
         else:
             table = table.setdefault(index, {}) if isinstance(table, dict) else table[index]
+
+
+def _unset(table: Any, index: str | int, full: Key) -> None:
+    """Without an entry the others of a list would have other numbers, here and in a resume."""
+    if isinstance(table, list):
+        name, holder = ".".join(map(str, full)), ".".join(map(str, full[:-1]))
+        raise SettingsError(
+            f"--{name} unset: an entry of a list cannot be unset; give the list without it, --{holder} '[...]'"
+        )
+    table.pop(index, None)
 
 
 def _parse_value(text: str) -> Any:

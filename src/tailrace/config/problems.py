@@ -163,6 +163,8 @@ class _ProblemFormatter:
         """How a list is written."""
         if end_of(self.model, path).section is not None:
             return f"each entry is a table [[{dotted(key)}]]"
+        if self.given.where(key) == COMMAND_LINE:
+            return f'write --{self.name(key)} \'["...", "..."]\''
         return f'write {key[-1]} = ["...", "..."]'
 
     def _unknown(self, path: Key, key: Key) -> str:

@@ -19,6 +19,9 @@ Every setting of a run, generated from the code by `tailrace settings`. In a TOM
 command line the same names are dotted: `--trainer.learning_rate 1e-4`. `[[environments]]` is an array of tables;
 `--environment.*` edits the only one, and `--environment NAME` names it. `--max_steps unset` takes away what a recipe
 sets.
+
+On the command line a list is given whole, as in TOML: `--observability.tags '["a", "b"]'`. A number edits one entry of
+a list that the file has, from 0: `--environments.1.weight 2`. Entries can be neither added nor unset by their number.
 """
 
 _SIMULATION_INTRODUCTION = """\
