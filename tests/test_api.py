@@ -130,7 +130,7 @@ def test_environments_may_be_objects_of_this_process_or_of_a_module() -> None:
     assert result.summary.environments == ["here", "words"]
     assert result.folder == Path("elsewhere/two")
     written = (result.folder / "config.toml").read_text()
-    assert 'name = "here"' in written
+    assert 'name = "<program>:here"' in written
     assert 'name = "tests.support.run_environments:words"' in written  # so that any process can load it
 
 
@@ -145,6 +145,17 @@ def test_a_run_of_an_environment_of_this_process_goes_on_with_what_it_was_given_
     assert (second.status, second.summary.steps, second.summary.starts) == (RunStatus.FINISHED, steps, 2)
     assert [line["step"] for line in second.metrics()] == [*range(1, steps + 1)]
     assert "learning_rate = 0.0003" in (second.folder / "config.toml").read_text()
+
+
+@pytest.mark.parametrize("name", ["here", "arithmetic"])
+def test_a_run_of_an_object_goes_on_with_no_other_environment_in_its_place(name: str) -> None:
+    """The name alone may be that of an environment that everybody has."""
+    spec = EnvironmentSpec(name=name, agent=run_environments.answer, train_tasks=[{"word": "a"}, {"word": "b"}])
+    first = tailrace.train("quickstart", {**run(), "environment": spec}, on_step=lambda step: True)
+    again = rf'<program>:{name}.* give that object again .*"environment": {name}\}}\)$'
+    with pytest.raises(SettingsError, match=again):
+        tailrace.train("quickstart", {"resume": True})
+    assert read_summary(first.folder) == first.summary
 
 
 def test_synchronous_code_that_no_worker_can_import_is_refused_unless_trusted() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
 from tailrace.config import RUNS, RunSettings, load_from_python, placed_at
+from tailrace.environments.registry import OF_THE_PROGRAM
 from tailrace.errors import DataError, LifecycleError, SettingsError
 from tailrace.lifecycle.event_loop import run_on_event_loop
 from tailrace.lifecycle.exit_codes import ExitCode
@@ -214,10 +215,10 @@ class _Given:
         module, own = getattr(given, "__module__", ""), _own_name(given)
         if module != "__main__" and getattr(sys.modules.get(module), own, None) is given:
             return f"{module}:{own}"
-        name, number = own, 1
+        name, number = f"{OF_THE_PROGRAM}{own}", 1
         while self.objects.setdefault(name, given) is not given:
             number += 1
-            name = f"{own}-{number}"
+            name = f"{OF_THE_PROGRAM}{own}-{number}"
         return name
 
 

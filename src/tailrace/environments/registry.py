@@ -3,6 +3,7 @@
 "reverse-text"          a built-in one, or one that an installed package offers as an entry point
 "my_module:attribute"   your own: an `EnvironmentSpec`, a factory of one, an agent coroutine, an Environment class, or
                         an environment class in TRL's form
+"<program>:name"        an object of the Python program that trains, which no other process can import
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ BUILT_IN = {
     "verifiers-v1": "tailrace.environments.adapters.verifiers_v1.environment:verifiers_v1",
 }
 """Imported when first used."""
+OF_THE_PROGRAM = "<program>:"
+"""No module is called that, so a run that goes on without the object cannot take another environment of its name."""
 _NO_FACTORY = (
     "; it is called for an EnvironmentSpec. An agent is an `async def agent(task, policy)`, and a reward function is "
     "named under environment.rewards.NAME.function"
@@ -164,6 +167,12 @@ def _require_columns(spec: EnvironmentSpec) -> None:
 
 
 def _find(name: str) -> object:
+    if name.startswith(OF_THE_PROGRAM):
+        own = name.removeprefix(OF_THE_PROGRAM)
+        raise SettingsError(
+            f"environment.name is {name!r}, an object of the Python program that began the run: give that object again "
+            f'where the run goes on, tailrace.train(..., {{"resume": True, "environment": {own}}})'
+        )
     if name in BUILT_IN or ":" in name:
         return import_attribute(BUILT_IN.get(name, name), setting="environment.name")
     for entry_point in entry_points(group=ENTRY_POINT_GROUP, name=name):
