@@ -74,6 +74,7 @@ def test_every_outcome_is_counted_with_its_reason() -> None:
     recorder.rollout_ended(RolloutId("lost"), None, Outcome.failed("timeout"))
     metrics = recorder.flush()
     assert metrics["rollout/failed/timeout"] == 2
+    assert metrics["rollout/trained"] == 1
     assert metrics["rollout/filtered/zero_spread"] == 1
     assert metrics["rollout/failed_share"] == 0.5
     assert metrics["bias/wasted_tokens"] == filtered.num_completion_tokens

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from typing_extensions import override
 
+from tailrace.batching import FormedBatch
 from tailrace.records import (
     CheckpointSaved,
     FeedSample,
@@ -27,15 +28,19 @@ from tailrace.records import (
     SamplesDropped,
     SamplesWanted,
     StepDone,
+    StepSkipped,
     StepTrained,
     StopRequested,
     Task,
+    TerminalState,
     TrainerEnded,
     TrainerStarted,
     TrainingBegan,
     TrainingOver,
     WeightsWritten,
 )
+from tailrace.reporting.recording import RunRecorder
+from tailrace.reporting.totals import RunTotals
 from tailrace.run.outside_trainer import OutsideTrainer
 from tailrace.scheduling import FeedScheduler, SchedulingSettings, TaskSource, TaskStream
 from tailrace.transport.channels import wait_until
@@ -92,18 +97,27 @@ class Ends(Recorder):
     outcomes: dict[RolloutId, Outcome] = field(default_factory=dict)
     twice: list[RolloutId] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
+    recorder: RunRecorder = field(default_factory=RunRecorder)
+    totals: RunTotals = field(default_factory=RunTotals)
+    """Of the lines of the steps."""
+    trained: int = 0
+    """Rollouts that had ended so at the newest of them."""
 
     @override
     def rollout_ended(self, rollout_id: RolloutId, rollout: Rollout | None, outcome: Outcome, message: str) -> None:
         super().rollout_ended(rollout_id, rollout, outcome, message)
+        self.recorder.rollout_ended(rollout_id, rollout, outcome)
         if rollout_id in self.outcomes:
             self.twice.append(rollout_id)
         self.outcomes[rollout_id] = outcome
 
     @override
-    def step_ended(self, event: object, formed: object) -> None:
+    def step_ended(self, event: StepTrained | StepSkipped, formed: FormedBatch) -> None:
         assert isinstance(event, StepTrained)
         self.steps.append(event.step)
+        self.recorder.step_ended(formed.batch.summary, formed.groups)
+        self.totals.add({"step": event.step, "policy/version": event.version, **self.recorder.flush()})
+        self.trained = self.ended[TerminalState.TRAINED]
 
 
 class FeedWorld:

@@ -122,6 +122,9 @@ def broken_laws(told: Told) -> list[str]:
         f"these ended twice: {world.ends.twice[:3]}": not world.ends.twice,
         "a token was too old at its hand-over": consumer.oldest_excess <= 0,
         f"the ledger does not balance: {ledger}": not ledger.in_flight,
+        f"the lines of the steps say {world.ends.totals.rollouts_trained} trained, and not {world.ends.trained}": (
+            world.ends.totals.rollouts_trained == world.ends.trained
+        ),
         f"the ledger says {ledger}, the observer {ends}": all(
             ledger.total(state) == ends[state] for state in TerminalState if state is not TerminalState.CANCELLED
         ),
@@ -371,6 +374,7 @@ def test_a_trainer_that_goes_back_is_given_what_it_gave_up() -> None:
             await asyncio.sleep(1)
             assert hand.trained > trained
             assert hand.world.ends.steps == [1, 2, 3]  # step 2 has its figures once
+            assert hand.world.ends.totals.rollouts_trained == hand.trained  # what it took anew the second time, too
             assert not hand.world.ends.twice
 
     run_in_virtual_time(main())

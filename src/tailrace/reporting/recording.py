@@ -57,7 +57,7 @@ class BiasMeter:
         self._on_the_way: set[RolloutId] = set()
         """Finished after warm-up, and not terminal yet."""
         self._newly_trained: set[RolloutId] = set()
-        """Those of them that the batch of this step trained."""
+        """Those of them that were trained since the last step, of which only a step's batch knows the loss tokens."""
         self._cut: Counter[RolloutId] = Counter()
         self._losing: dict[RolloutId, int] = {}
 
@@ -79,8 +79,6 @@ class BiasMeter:
             counts.ended_tokens += tokens
             if outcome.state is TerminalState.TRAINED:
                 self._newly_trained.add(rollout.rollout_id)
-                counts.trained_rollouts += 1
-                counts.trained_tokens += tokens
         if outcome.state in (TerminalState.FILTERED, TerminalState.FAILED):
             counts.wasted_tokens += tokens
         self._cut.pop(rollout.rollout_id, None)
@@ -107,6 +105,8 @@ class BiasMeter:
         for group in groups if newly_trained else ():
             for rollout, loss_tokens in zip(group.trained, group.loss_tokens, strict=True):
                 if rollout.rollout_id in newly_trained:
+                    self._counts.trained_rollouts += 1
+                    self._counts.trained_tokens += rollout.num_completion_tokens
                     self._counts.loss_tokens += loss_tokens
         self._warmup_steps = max(0, self._warmup_steps - 1)
 
@@ -149,14 +149,14 @@ class RunRecorder(MetricsAccumulator):
         """A rollout is terminal; None where it was lost."""
         failed = outcome.state is TerminalState.FAILED
         self.add("rollout/failed_share", float(failed))
-        if outcome.state is not TerminalState.TRAINED:
-            self.add(f"rollout/{outcome.state}/{outcome.reason}", 1)
+        trained = outcome.state is TerminalState.TRAINED
+        self.add("rollout/trained" if trained else f"rollout/{outcome.state}/{outcome.reason}", 1)
         if rollout is None:
             self.bias.lost(rollout_id)
             return
         self.bias.ended(rollout, outcome)
         if rollout.reward is not None and outcome.state in _REWARDED:
-            self._add_reward(rollout.task.environment, rollout.reward, trained=outcome.state is TerminalState.TRAINED)
+            self._add_reward(rollout.task.environment, rollout.reward, trained=trained)
 
     def tokens_dropped(self, rollout: Rollout, outcome: Outcome) -> None:
         """A rollout that sampled something is terminal."""

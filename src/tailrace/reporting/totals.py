@@ -159,9 +159,11 @@ class RunTotals:
         self.step = int(metrics.get("step", self.step))
         if is_trained:
             self.tokens_trained += loss_tokens
-            self.rollouts_trained += int(metrics.get("batch/rollouts", 0))
             self._staleness_sum += metrics.get("staleness/mean", 0.0) * loss_tokens
             self.staleness_max = max(self.staleness_max, int(metrics.get("staleness/max", 0)))
+        # a step that an outside trainer took again has no line, and lines of older runs have no `rollout/trained`
+        in_batch = metrics.get("batch/rollouts", 0.0) if is_trained else 0.0
+        self.rollouts_trained += int(metrics.get("rollout/trained", in_batch))
         self.mismatched_steps += mismatch_in(metrics) is not None
         if "reward/mean" in metrics:
             self.rewards.add(metrics["reward/mean"])
