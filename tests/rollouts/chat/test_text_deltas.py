@@ -12,7 +12,8 @@ from tailrace.rollouts import ChatRenderer
 from tailrace.rollouts.chat.replies import read_reply
 from tailrace.rollouts.chat.text_deltas import TextDeltas
 
-PIECES = ["Ada", " and ", "<", "think>", "<tool_", "call>", "\n", "é", "日本", "🙂", "st", "op", " ", "s"]
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+PIECES = [CALL, "Ada", " and ", "<", "think>", "<tool_", "call>", "\n", "é", "日本", "🙂", "st", "op", " ", "s"]
 
 
 def chunk(token_ids: list[int]) -> Completion:
@@ -59,7 +60,7 @@ def test_what_is_streamed_is_always_the_beginning_of_what_the_reply_says(
 
 def test_plain_text_is_streamed_whole_but_for_what_may_become_a_marker(renderer: ChatRenderer) -> None:
     token_ids = renderer.tokenizer.encode("Ada, 日本 <3 and <tool")
-    assert heard(renderer, token_ids, [1] * 99, []) == "Ada, 日本 <3 and "
+    assert heard(renderer, token_ids, [1] * 99, []) == "Ada, 日本 <3 and"
 
 
 @pytest.mark.parametrize(
@@ -67,8 +68,9 @@ def test_plain_text_is_streamed_whole_but_for_what_may_become_a_marker(renderer:
     [
         ("\n \n<think>hm</think>\n\nAda", ""),
         ("\n \n<tool_call>{}</tool_call>", ""),
+        (f"\n Ada \n{CALL} and Bob", "\n Ada"),
         ("\n \nstop", ""),
-        ("\n \nAda <3\n\n", "\n \nAda <3\n\n"),
+        ("\n \nAda <3\n\n", "\n \nAda <3"),
         ("\n \n", ""),
     ],
 )

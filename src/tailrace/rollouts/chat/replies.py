@@ -64,7 +64,8 @@ def read_reply(text: str, *, prompt_opens_reasoning: bool = False) -> ParsedRepl
             malformed += 1
             kept.append(_CALL + block + (_END_CALL if closed else ""))
     content = "".join(kept)
-    return ParsedReply(content.strip() if calls else content, reasoning, calls, malformed)
+    # white space before the text stays, as it does without a call: a client that reads along has it already
+    return ParsedReply(content.rstrip() if calls else content, reasoning, calls, malformed)
 
 
 def tool_call(block: str | None, *, number: int) -> ToolCall | None:

@@ -3,8 +3,8 @@
     chunks ─► tokens without the one that ends it ─► complete characters ─► what no marker or stop string can take back
 
 What is handed on is always the beginning of what the reply will say. Where that cannot be known yet, or never (a tool
-call, reasoning, bytes that are no text), the rest stays with the reply. So does white space before a reply's first
-other character: where that begins a marker, the reply does not have it.
+call, reasoning, bytes that are no text), the rest stays with the reply. So does white space until something follows it:
+where that is a marker, the reply may not have it.
 """
 
 from __future__ import annotations
@@ -37,9 +37,7 @@ class TextDeltas:
         """Tokens before `_read` are text already; those from `_context_start` on are decoded again with the next ones,
         since what a token says may depend on the one before it."""
         self._held = ""
-        """Text that may turn out to be the beginning of a marker or of a stop string, or the white space before one."""
-        self._is_blank = True
-        """Nothing was handed on yet."""
+        """White space, and text that may turn out to be the beginning of a marker or of a stop string."""
         self._is_over = False
 
     def __call__(self, chunk: Completion) -> None:
@@ -63,17 +61,12 @@ class TextDeltas:
 
     def _hand_on(self, text: str) -> None:
         ends = [place for end in self._ends if (place := text.find(end)) >= 0]
-        if ends:
-            self._is_over = True
-            text, self._held = text[: min(ends)], ""
-        else:
-            kept = self._beginning_of_an_end(text)
-            text, self._held = text[: len(text) - kept], text[len(text) - kept :]
-        if self._is_blank and not text.strip():
-            self._held = text + self._held
-        elif text:
-            self._is_blank = False
-            self._on_text(text)
+        self._is_over = bool(ends)
+        end = min(ends) if ends else len(text) - self._beginning_of_an_end(text)
+        known = text[:end].rstrip()
+        self._held = text[len(known) :]
+        if known:
+            self._on_text(known)
 
     def _beginning_of_an_end(self, text: str) -> int:
         """How many of its last characters may be the first ones of a marker or of a stop string."""
