@@ -197,6 +197,20 @@ def test_an_unreachable_hugging_face_id_says_what_works_offline(monkeypatch: pyt
         loading.load_causal_lm("tailrace-tests/no-such-model", dtype="float32")
 
 
+def test_a_hub_that_cannot_be_reached_is_asked_for_one_file_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its client asks again for each: after 1, 2, 4, 8 and 8 seconds."""
+    pauses: list[float] = []
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    files_of_nobody = "http://127.0.0.1:1/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", files_of_nobody)
+    monkeypatch.setattr("time.sleep", pauses.append)
+    with pytest.raises(ModelError, match="HF_HUB_OFFLINE=1"):
+        loading.tokenizer_folder("tailrace-tests/no-such-model", tmp_path)
+    assert sum(pauses) == 23
+
+
 def test_a_gguf_file_without_the_extra_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "model.gguf"
     file.write_bytes(b"GGUF")
