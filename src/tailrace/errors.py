@@ -22,6 +22,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from typing import Self
+
 
 class TailraceError(Exception):
     """Base of every error that Tailrace raises on purpose."""
@@ -52,6 +54,13 @@ class RolloutError(TailraceError):
     """Whether the same may succeed later: what an environment or a judge calls is away."""
     is_blameless = False
     """Whether another rollout is to blame: this one is tried again, and uses up none of its retries."""
+    is_mistake = False
+    """Whether users' code raised what wrong code does, and what it calls being away hardly ever."""
+
+    def alike(self, other: RolloutError) -> Self:
+        """Of the same kind as another one, of which this says more."""
+        self.reason, self.may_pass, self.is_mistake = other.reason, other.may_pass, other.is_mistake
+        return self
 
 
 class RolloutTimeout(RolloutError):

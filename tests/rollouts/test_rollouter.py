@@ -195,8 +195,19 @@ async def test_a_missing_column_is_one_clear_message(renderer: ChatRenderer) -> 
     async def agent(task: Task, policy: Policy) -> float:
         return float(task["answer"])
 
-    with pytest.raises(EnvironmentFailed, match="has no column 'answer'; its columns are: names"):
+    with pytest.raises(EnvironmentFailed, match="has no column 'answer'; its columns are: names") as raised:
         await run(renderer, spec_of(agent))
+    assert raised.value.is_mistake
+
+
+@pytest.mark.parametrize("error", [ConnectionError("away"), ValueError("no JSON"), ExceptionGroup("two", [KeyError()] * 2)])
+async def test_what_an_outage_brings_about_is_no_mistake(renderer: ChatRenderer, error: Exception) -> None:
+    async def agent(task: Task, policy: Policy) -> float:
+        raise error
+
+    with pytest.raises(EnvironmentFailed) as raised:
+        await run(renderer, spec_of(agent))
+    assert not raised.value.is_mistake
 
 
 async def test_a_rollout_that_outlives_its_time_limit_is_lost_and_says_where(renderer: ChatRenderer) -> None:

@@ -100,6 +100,16 @@ def test_failed_rollouts_are_written_with_their_error_and_counted_by_environment
     assert told
 
 
+async def test_a_column_that_no_row_has_is_told_after_the_first_tasks(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(f'{{"wrod": "{number}"}}\n' for number in range(64)))
+    summary = await run_inline(tmp_path, *environment("answer"), "--environment.data", str(rows))
+    assert (summary.status, summary.exit_code, summary.steps) == (RunStatus.FAILED, 1, 0)
+    assert "environment 'answer' does not work: the rollouts of its first 4 tasks all failed" in summary.reason
+    assert "has no column 'word'; its columns are: wrod" in summary.reason
+    assert summary.ledger.balances
+
+
 async def test_a_synchronous_reward_that_never_returns_is_killed_and_costs_its_rollout(tmp_path: Path) -> None:
     data = (*environment("never_returning"), "--max_steps", "unset", "--max_epochs", "1")
     limits = ("--rollouts.worker_timeout_s", "3", "--scheduling.max_retries", "0", "--rollouts.workers", "2")

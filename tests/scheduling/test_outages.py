@@ -13,8 +13,10 @@ from tailrace.errors import JudgeFailed, NothingLeft, ScoringFailed, TrainingErr
 from tailrace.records import Group, TerminalState
 from tailrace.scheduling import TaskSource, TaskStream
 from tailrace.scheduling.backoff import FAILURES_IN_A_ROW, LONGEST_PAUSE_S, Backoff
+from tailrace.scheduling.mistakes import TASKS, Mistakes
+from tailrace.scheduling.tasks import TaskKey
 from tailrace.simulation.virtual_time import run_in_virtual_time
-from tests.scheduling.world import World, environment, make_world
+from tests.scheduling.world import FAILURES, World, environment, make_world
 
 
 def spread(number: int) -> float:
@@ -74,6 +76,68 @@ def test_an_outage_of_half_a_minute_costs_some_rollouts_and_not_the_run() -> Non
         assert ledger.total(TerminalState.TRAINED) >= 4 * (64 - 16)
         assert world.scheduler.statistics.paused == []
         assert world.scheduler.statistics.waited_s["environments_fail"] > 10.0  # type: ignore[index]
+
+    run_in_virtual_time(run())
+
+
+def test_code_that_never_worked_ends_the_run_at_its_first_tasks() -> None:
+    async def run() -> None:
+        world = make_world(lambda number: "mistake", rows=64, max_running=16)
+        with pytest.raises(ExceptionGroup) as caught:
+            await world.run()
+        says = "environment 'toy' does not work: the rollouts of its first 4 tasks all failed, .* newest: scripted"
+        assert caught.group_contains(TrainingError, match=says, depth=None)
+        assert asyncio.get_running_loop().time() < 1.0
+        world.scheduler.finish("over")
+        assert world.scheduler.ledger.total(TerminalState.FAILED) >= 4
+
+    run_in_virtual_time(run())
+
+
+def test_code_that_never_scored_a_group_ends_the_run_at_its_first_tasks() -> None:
+    async def run() -> None:
+        world = make_world(spread, rows=64)
+
+        async def wrong(group: Group) -> list[Group]:
+            error = ScoringFailed("KeyError: 'qestion'")
+            error.is_mistake = True
+            raise error
+
+        world.runner.score = wrong  # type: ignore[method-assign]
+        with pytest.raises(ExceptionGroup) as caught:
+            await world.run()
+        says = "the scores of its first 4 tasks all failed, .* newest: KeyError: 'qestion'"
+        assert caught.group_contains(TrainingError, match=says, depth=None)
+
+    run_in_virtual_time(run())
+
+
+@pytest.mark.parametrize("before", [1.0, "timeout"], ids=["worked before", "failed by other errors too"])
+def test_code_that_may_be_right_is_waited_for_whatever_it_raises(before: float | str) -> None:
+    async def run() -> None:
+        def fate(number: int) -> str | float:
+            is_away = 0 < number and asyncio.get_running_loop().time() < 30.0
+            return "mistake" if is_away else spread(number) if number else before
+
+        world = make_world(fate, rows=64, max_running=32, pauses=lambda number: min(number, 1))
+        world.runner.pause_s = 1.0
+        await world.run()
+        assert world.scheduler.ledger.total(TerminalState.TRAINED) >= 4 * (64 - 16)
+
+    run_in_virtual_time(run())
+
+
+def test_code_that_worked_before_the_run_was_resumed_may_be_right() -> None:
+    mistakes, wrong = Mistakes(lambda environment: True), FAILURES["mistake"]("KeyError: 'choices'")
+    for index in range(2 * TASKS):
+        mistakes.failed(TaskKey("toy", 0, index), "rollouts", wrong)
+
+
+def test_one_malformed_row_ends_no_run() -> None:
+    async def run() -> None:
+        world = make_world(lambda number: "mistake" if number < 8 else spread(number), rows=64, max_running=4)
+        await world.run()
+        assert world.scheduler.ledger.total(TerminalState.TRAINED) >= 4 * 62
 
     run_in_virtual_time(run())
 

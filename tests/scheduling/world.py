@@ -32,7 +32,15 @@ from tailrace.records import (
 from tailrace.scheduling import SchedulingSettings, StreamScheduler, TaskSource, TaskStream
 from tailrace.scheduling.groups import UNSCORED
 
-FAILURES = {error.reason: error for error in (RolloutTimeout, EnvironmentFailed, WorkerLost)}
+
+
+def _mistake(message: str) -> EnvironmentFailed:
+    error = EnvironmentFailed(message)
+    error.is_mistake = True
+    return error
+
+
+FAILURES = {error.reason: error for error in (RolloutTimeout, EnvironmentFailed, WorkerLost)} | {"mistake": _mistake}
 
 
 async def _agent(task: Task, policy: Policy) -> float:

@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import NoReturn
 
 from tailrace.errors import (
+    DataError,
     EngineFailed,
     EnvironmentFailed,
     ErrorBudgetSpent,
@@ -20,6 +21,8 @@ from tailrace.records import Task
 
 _OURS = (EngineFailed, TransportError, SettingsError, RolloutError, RequestRefused)
 """Errors that already say what was lost; the first of them concern more than one rollout."""
+_MISTAKES = (KeyError, AttributeError, NameError, TypeError, ImportError, DataError)
+"""The last one is that of a column that a task lacks."""
 
 
 class attribute_errors:
@@ -44,9 +47,7 @@ class attribute_errors:
         if isinstance(error, RolloutError):
             if self._task.task_id in str(error):
                 return
-            named = type(error)(f"task {self._task.task_id}: {error}")
-            named.reason, named.may_pass = error.reason, error.may_pass
-            raise named from error
+            raise type(error)(f"task {self._task.task_id}: {error}").alike(error) from error
         if isinstance(error, Exception) and not isinstance(error, (*_OURS, ErrorBudgetSpent)):
             self._attribute(error)
         if isinstance(error, SystemExit):
@@ -59,7 +60,14 @@ class attribute_errors:
         while isinstance(cause, BaseExceptionGroup) and len(cause.exceptions) == 1:
             cause = cause.exceptions[0]
         where = "".join(traceback.format_exception(error)).rstrip()
-        raise self._failure(f"task {self._task.task_id}: {type(cause).__name__}: {cause}\n{where}") from error
+        failed = self._failure(f"task {self._task.task_id}: {type(cause).__name__}: {cause}\n{where}")
+        failed.is_mistake = is_mistake(cause)
+        raise failed from error
+
+
+def is_mistake(error: BaseException) -> bool:
+    """Whether it is one that wrong code raises, and what is away or slow seldom brings about."""
+    return isinstance(error, _MISTAKES)
 
 
 def exit_refused(error: BaseException, task: Task, failure: type[RolloutError]) -> RolloutError:

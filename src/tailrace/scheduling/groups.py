@@ -21,6 +21,7 @@ from tailrace.errors import RequestRefused, RolloutError, WorkerLost
 from tailrace.records import Float32Array, Group, GroupId, Outcome, Rollout, RolloutId, Task
 from tailrace.scheduling.backoff import Backoff, Part
 from tailrace.scheduling.ledger import Accounts, UntrainableStreak
+from tailrace.scheduling.mistakes import Mistakes
 from tailrace.scheduling.outstanding import Member, OpenGroup, Outstanding, apportion
 from tailrace.scheduling.settings import SchedulingSettings
 from tailrace.scheduling.stragglers import REQUEUED, STRAGGLER
@@ -64,6 +65,7 @@ class GroupPlayer:
         self._whole_groups = frozenset(whole_groups)
         self._backoff, self._now_s = backoff, asyncio.get_running_loop().time
         self._untrainable = untrainable
+        self._mistakes = Mistakes(lambda environment: tasks.reward_range(environment) is not None)
 
     async def play(self, group: OpenGroup) -> None:
         """Waits for the group's task, rollouts and scoring, and nothing else.
@@ -131,30 +133,35 @@ class GroupPlayer:
         try:
             rollout = await self._runner.run(task, group_id=group.group_id, rollout_id=rollout_id, attempt=attempt)
         except RolloutError as error:
-            outcome, message = Outcome.failed(error.reason), str(error)
+            self._accounts.lose(rollout_id, Outcome.failed(error.reason), str(error))
             member.failures += not error.is_blameless
             self._back_off(group, error, "rollouts")
+            return None
         except RequestRefused as error:
-            outcome, message = Outcome.failed("request_refused"), str(error)
+            self._accounts.lose(rollout_id, Outcome.failed("request_refused"), str(error))
             member.failures += 1
-        else:
-            self._backoff.came_back(task.environment, "rollouts", now_s=self._now_s())
-            self._untrainable.came_back()
-            return rollout
-        self._accounts.lose(rollout_id, outcome, message)
-        return None
+            return None
+        self._came_back(task.environment, "rollouts")
+        self._untrainable.came_back()
+        return rollout
 
     def _back_off(self, group: OpenGroup, error: RolloutError, part: Part) -> None:
         """A rollout or a group's score failed: where that may pass and goes on, its environment pauses.
 
         A lost worker took all that it held with it, which says nothing of the rest; whoever replaces it pauses.
+        Raises `TrainingError` where the environment's code never worked.
         """
+        self._mistakes.failed(group.key, part, error)
         if error.may_pass:
             group.failure = str(error).partition("\n")[0]
             if isinstance(error, WorkerLost):
                 return
             if pause_s := self._backoff.failed(group.key.environment, part, now_s=self._now_s()):
                 asyncio.get_running_loop().call_later(pause_s, self._outstanding.wake)
+
+    def _came_back(self, environment: str, part: Part) -> None:
+        self._backoff.came_back(environment, part, now_s=self._now_s())
+        self._mistakes.came_back(environment, part)
 
     def _end_stopped(self, group: OpenGroup, reason: str) -> None:
         """Members that ran were cancelled; those that had finished are filtered."""
@@ -187,7 +194,7 @@ class GroupPlayer:
             return []
         group.failure = ""
         self._untrainable.scored()
-        self._backoff.came_back(complete.task.environment, "scores", now_s=self._now_s())
+        self._came_back(complete.task.environment, "scores")
         self._accounts.end(scored.unscored, Outcome.filtered(UNSCORED))
         self._accounts.end(scored.dropped, Outcome.filtered(SCORE_DROPPED))
         return scored.groups

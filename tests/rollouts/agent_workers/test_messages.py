@@ -158,11 +158,11 @@ def test_users_values_arrive_as_plain_ones() -> None:
 @pytest.mark.parametrize("error", [JudgeFailed("no"), SettingsError("not so"), EnvironmentFailed("gone")])
 def test_an_error_keeps_its_kind_and_reason(error: TailraceError) -> None:
     if isinstance(error, JudgeFailed):
-        error.reason, error.may_pass = "other", True
+        error.reason, error.may_pass, error.is_mistake = "other", True, True
     again = Failure.of(error).error()
     assert (type(again), str(again)) == (type(error), str(error))
-    kept: Any = [(getattr(one, "reason", None), getattr(one, "may_pass", None)) for one in (error, again)]
-    assert kept[0] == kept[1]
+    for name in ("reason", "may_pass", "is_mistake"):
+        assert getattr(again, name, None) == getattr(error, name, None)
 
 
 def test_an_error_of_which_more_than_its_message_is_needed_is_refused() -> None:

@@ -139,6 +139,7 @@ async def test_an_environment_that_fails_costs_its_rollout_and_the_next_one_runs
         with pytest.raises(error, match=message) as raised:
             await run.rollout("counting", behave, replies or ["a"])
         assert "counting/train/0" in str(raised.value)
+        assert raised.value.is_mistake == ("unserializable" in replies)  # a TypeError
         assert (await run.rollout("counting")).reward is not None
     assert children() == []
 

@@ -233,12 +233,13 @@ class Failure(msgspec.Struct, frozen=True):
     message: str
     reason: str = ""
     may_pass: bool = False
+    is_mistake: bool = False
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
         """Whatever is not of Tailrace's tree is a defect of its own code, and concerns the run."""
         if isinstance(error, RolloutError):
-            return cls(type(error).__name__, str(error), error.reason, error.may_pass)
+            return cls(type(error).__name__, str(error), error.reason, error.may_pass, error.is_mistake)
         if isinstance(error, TailraceError):
             return cls(type(error).__name__, str(error))
         return cls(LifecycleError.__name__, f"an agent worker failed: {type(error).__name__}: {error}")
@@ -251,7 +252,7 @@ class Failure(msgspec.Struct, frozen=True):
         with guarded(f"an agent worker told of a {self.kind} that says {self.message!r} and no more"):
             error = kind(self.message)
         if isinstance(error, RolloutError):
-            error.reason, error.may_pass = self.reason, self.may_pass
+            error.reason, error.may_pass, error.is_mistake = self.reason, self.may_pass, self.is_mistake
         return error
 
 

@@ -98,6 +98,8 @@ class Answer(msgspec.Struct, frozen=True):
 
     value: Any = None
     failure: str | None = None
+    is_mistake: bool = False
+    """Of the failure: see `RolloutError`."""
 
 
 def pack(message: Hello | Request | Answer) -> bytes:

@@ -283,7 +283,9 @@ class _Worker:
             self.kill()
             raise EnvironmentFailed(f"{what} answered with what cannot be read: {error}") from error
         if answer.failure is not None:
-            raise EnvironmentFailed(f"{what} raised {answer.failure}")
+            failed = EnvironmentFailed(f"{what} raised {answer.failure}")
+            failed.is_mistake = answer.is_mistake
+            raise failed
         return answer.value
 
     def _send(self, call: Call, what: str) -> None:
