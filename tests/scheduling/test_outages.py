@@ -129,8 +129,24 @@ def test_code_that_may_be_right_is_waited_for_whatever_it_raises(before: float |
 
 def test_code_that_worked_before_the_run_was_resumed_may_be_right() -> None:
     mistakes, wrong = Mistakes(lambda environment: True), FAILURES["mistake"]("KeyError: 'choices'")
-    for index in range(2 * TASKS):
-        mistakes.failed(TaskKey("toy", 0, index), "rollouts", wrong)
+    for key in [TaskKey("toy", 0, index) for index in range(2 * TASKS)]:
+        mistakes.began(key)
+        mistakes.failed(key, "rollouts", wrong)
+
+
+def test_malformed_rows_that_fail_before_anything_can_come_back_end_no_run() -> None:
+    async def run() -> None:
+        world = make_world(
+            lambda number: "mistake" if number % 16 < 8 else spread(number),
+            rows=64,
+            max_running=64,
+            pauses=lambda number: int(number % 16 >= 8),
+        )
+        world.runner.pause_s = 60.0
+        await world.run()
+        assert world.scheduler.ledger.total(TerminalState.TRAINED) >= 4 * 30
+
+    run_in_virtual_time(run())
 
 
 def test_one_malformed_row_ends_no_run() -> None:

@@ -72,6 +72,7 @@ class GroupPlayer:
 
         Raises `TrainingError` when nothing trainable comes for too long, and what an engine's failure raises.
         """
+        self._mistakes.began(group.key)
         task = await self._tasks.make(group.key)
         await self._run_members(group, task)
         rollouts = [member.rollout for member in group.members if member.rollout is not None]

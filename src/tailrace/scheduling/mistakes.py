@@ -2,10 +2,12 @@
 
 An outage may show as any error, in code that worked before. So it is not called one only while nothing of an
 environment has come back, ever, and all that failed did so by errors that wrong code raises (`RolloutError.is_mistake`).
+The tasks that began first count, not those that failed first: malformed rows among good ones always fail first.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Final
 
@@ -23,8 +25,11 @@ class Mistakes:
     >>> mistakes = Mistakes(lambda environment: False)
     >>> wrong = RolloutError("task shop/train/0: KeyError: 'qestion'")
     >>> wrong.is_mistake = True
-    >>> for index in range(TASKS):
-    ...     mistakes.failed(TaskKey("shop", 0, index), "rollouts", wrong)
+    >>> tasks = [TaskKey("shop", 0, index) for index in range(TASKS)]
+    >>> for task in tasks:
+    ...     mistakes.began(task)
+    >>> for task in tasks:
+    ...     mistakes.failed(task, "rollouts", wrong)
     Traceback (most recent call last):
         ...
     tailrace.errors.TrainingError: environment 'shop' does not work: the rollouts of its first 4 tasks all failed...
@@ -33,9 +38,17 @@ class Mistakes:
     def __init__(self, has_worked: Callable[[str], bool]) -> None:
         """`has_worked`: whether any rollout of an environment came back before this start of the run."""
         self._has_worked = has_worked
-        self._failed: dict[tuple[str, Part], set[TaskKey]] = {}
+        self._first = defaultdict[str, set[TaskKey]](set)
+        """Of each environment the tasks that began first."""
+        self._failed = defaultdict[tuple[str, Part], set[TaskKey]](set)
+        """Of those."""
         self._excused: set[tuple[str, Part]] = set()
         """What came back, or failed by other errors too."""
+
+    def began(self, key: TaskKey) -> None:
+        """Its rollouts are about to be played."""
+        if len(first := self._first[key.environment]) < TASKS:
+            first.add(key)
 
     def came_back(self, environment: str, part: Part) -> None:
         """One succeeded: what fails from now on may be an outage."""
@@ -46,11 +59,10 @@ class Mistakes:
         place = key.environment, part
         if not error.is_mistake or self._has_worked(key.environment):
             self._excused.add(place)
-        if place in self._excused:
+        if place in self._excused or key not in self._first[key.environment]:
             return
-        tasks = self._failed.setdefault(place, set())
-        tasks.add(key)
-        if len(tasks) >= TASKS:
+        self._failed[place].add(key)
+        if len(self._failed[place]) == TASKS:
             newest = str(error).partition("\n")[0]
             raise TrainingError(
                 f"environment {key.environment!r} does not work: the {part} of its first {TASKS} tasks all failed, by "
