@@ -21,7 +21,6 @@ Each message says what was found, what was expected and what to do about it, and
 from __future__ import annotations
 
 from collections.abc import Sequence
-
 from typing import Self
 
 

@@ -200,7 +200,9 @@ async def test_a_missing_column_is_one_clear_message(renderer: ChatRenderer) -> 
     assert raised.value.is_mistake
 
 
-@pytest.mark.parametrize("error", [ConnectionError("away"), ValueError("no JSON"), ExceptionGroup("two", [KeyError()] * 2)])
+@pytest.mark.parametrize(
+    "error", [ConnectionError("away"), ValueError("no JSON"), ExceptionGroup("2", [KeyError()] * 2)]
+)
 async def test_what_an_outage_brings_about_is_no_mistake(renderer: ChatRenderer, error: Exception) -> None:
     async def agent(task: Task, policy: Policy) -> float:
         raise error

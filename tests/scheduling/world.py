@@ -33,7 +33,6 @@ from tailrace.scheduling import SchedulingSettings, StreamScheduler, TaskSource,
 from tailrace.scheduling.groups import UNSCORED
 
 
-
 def _mistake(message: str) -> EnvironmentFailed:
     error = EnvironmentFailed(message)
     error.is_mistake = True

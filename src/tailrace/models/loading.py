@@ -163,7 +163,7 @@ def tokenizer_folder(name: str, into: Path) -> Path:
             require_chat_template(name, folder)
             return folder
         require_tokenizer(name, folder)
-    config = load_config(name)  # first: this asks a hub for one file, and where there is none its client takes 23 s each
+    config = load_config(name)  # first: this asks a hub for one file; where there is none its client takes 23 s each
     tokenizer = load_tokenizer(name)
     into.mkdir(parents=True, exist_ok=True)
     tokenizer.save_pretrained(into)

@@ -1,8 +1,9 @@
 """Code that never worked: told after its first tasks, where an outage of what it calls is waited for.
 
 An outage may show as any error, in code that worked before. So it is not called one only while nothing of an
-environment has come back, ever, and all that failed did so by errors that wrong code raises (`RolloutError.is_mistake`).
-The tasks that began first count, not those that failed first: malformed rows among good ones always fail first.
+environment has come back, ever, and all that failed did so by errors that wrong code raises
+(`RolloutError.is_mistake`). Tasks that began first count, not those that failed first: malformed rows among good ones
+always do.
 """
 
 from __future__ import annotations
