@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 
 from tailrace.errors import CorruptData, NoRoom, PayloadLost, TransportError
 from tailrace.records import PayloadRef
-from tailrace.transport.payloads.slab_store import FOLDER, OverflowingPayloadStore, SlabPayloadStore
+from tailrace.transport.payloads.slab_store import FOLDER, SHARED_MEMORY, OverflowingPayloadStore, SlabPayloadStore
 from tailrace.transport.payloads.store import MemoryPayloadStore, PayloadStore
 
 SLAB = 1 << 16
@@ -197,6 +198,20 @@ def test_what_was_withdrawn_holds_no_room(tmp_path: Path) -> None:
     for _ in range(5):
         writer.withdraw(writer.put(np.zeros(NEAR_ALL, np.uint8)))
     assert len(list(tmp_path.glob("*.slab"))) == 1
+
+
+@pytest.mark.parametrize("name", [SHARED_MEMORY, FOLDER])
+def test_payloads_that_are_held_keep_no_file_open_but_their_mappings(tmp_path: Path, name: str) -> None:
+    writer = SlabPayloadStore(tmp_path, writer="w", name=name, slab_bytes=SLAB)
+    before = len(os.listdir("/proc/self/fd"))
+    refs = [writer.put(np.full(NEAR_ALL, seed, np.uint8)) for seed in range(20)]
+    mapped = 20 if name == SHARED_MEMORY and sys.version_info < (3, 13) else 0
+    assert len(os.listdir("/proc/self/fd")) - before <= max(1, mapped)
+    SlabPayloadStore(tmp_path, name=name).release(refs)
+    again = writer.put(np.full(NEAR_ALL, 99, np.uint8))
+    np.testing.assert_array_equal(writer.open(again), np.full(NEAR_ALL, 99, np.uint8))
+    assert len(list(tmp_path.glob("*.slab"))) == 20
+    writer.close()
 
 
 def test_a_payload_larger_than_a_slab_has_one_of_its_own(tmp_path: Path) -> None:

@@ -138,8 +138,10 @@ class _Pool:
         """The slab in use, or an old one that starts over, or a new one. Raises `NoRoom` where none can be."""
         if self._is_closed or not self._writer:
             raise TransportError(f"the payload store in {self._folder} is not one to put into")
-        if self._slabs and self._slabs[-1].room >= num_bytes:
-            return self._slabs[-1]
+        if self._slabs:
+            if self._slabs[-1].room >= num_bytes:
+                return self._slabs[-1]
+            self._slabs[-1].close()
         size = max(self._slab_bytes, slab_bytes_for(num_bytes))
         slab = next((slab for slab in self._slabs if slab.size >= size and slab.is_released()), None)
         if slab is None:

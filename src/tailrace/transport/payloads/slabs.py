@@ -15,6 +15,7 @@ import mmap
 import os
 import re
 import struct
+import sys
 from pathlib import Path
 
 import msgspec
@@ -81,9 +82,11 @@ class OwnedSlab:
         try:
             reserve_room(self._file, path.parent, size, advice="or set transport.payload_folder")
             if is_mapped:
-                self._view = np.frombuffer(mmap.mmap(self._file, self.size), np.uint8)
+                self._view = np.frombuffer(_mapped(self._file, mmap.ACCESS_WRITE), np.uint8)
+                self.close()
         except (NoRoom, OSError):
-            self.remove()
+            self.close()
+            path.unlink(missing_ok=True)
             raise
         self.start_over()
 
@@ -114,22 +117,17 @@ class OwnedSlab:
         return self.withdrawn + read_tally(self.path, self.generation) == self.payloads
 
     def close(self) -> None:
-        """Close the file, which stays. Closing twice does nothing."""
-        self._view = None
+        """Have no file open until it is written to again: its payloads may be held for long, in hundreds of slabs."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
-
-    def remove(self) -> None:
-        """Delete the files. What a reader has mapped stays readable to it."""
-        self.close()
-        self.path.unlink(missing_ok=True)
-        tally_of(self.path).unlink(missing_ok=True)
 
     def _write(self, offset: int, content: NDArray[np.uint8]) -> None:
         if self._view is not None:
             np.copyto(self._view[offset : offset + len(content)], content)
             return
+        if self._file < 0:
+            self._file = os.open(self.path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         rest = content.data
         while len(rest):
             written = os.pwrite(self._file, rest, offset)
@@ -149,7 +147,7 @@ class MappedSlab:
             self.size = os.fstat(file).st_size
             if self.size < 2 * ALIGNMENT_BYTES:
                 raise CorruptData(f"{path} is too short to hold payloads")
-            self._mapping = mmap.mmap(file, 0, access=mmap.ACCESS_READ)
+            self._mapping = _mapped(file, mmap.ACCESS_READ)
         finally:
             os.close(file)
         if _HEADER.unpack_from(self._mapping, 0)[0] != MAGIC:
@@ -213,6 +211,13 @@ def write_tally(path: Path, generation: int, released: int) -> None:
         os.pwrite(file, _TALLY.pack(generation, released, _checksum(generation, released)), 0)
     finally:
         os.close(file)
+
+
+def _mapped(file: int, access: int) -> mmap.mmap:
+    """All of an open file, which may be closed then. Before Python 3.13 a mapping keeps it open by a duplicate."""
+    if sys.version_info >= (3, 13):
+        return mmap.mmap(file, 0, access=access, trackfd=False)
+    return mmap.mmap(file, 0, access=access)
 
 
 def _checksum(generation: int, released: int) -> int:
