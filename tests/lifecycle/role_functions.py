@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import ctypes
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -46,6 +47,10 @@ async def wait_for_stop(role: Role) -> None:
         await asyncio.Event().wait()
     finally:
         (folder / "cleaned up").touch()
+
+
+async def tell_file_limit(role: Role) -> None:
+    print("open files:", *resource.getrlimit(resource.RLIMIT_NOFILE))
 
 
 async def crash_when_stopped(role: Role) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -63,6 +64,17 @@ async def until_dead(pid: int) -> None:
 async def test_a_role_that_leaves_early_is_a_failure_even_with_status_0(launcher: LocalLauncher) -> None:
     launcher.start(role("leave"))
     with pytest.raises(LifecycleError, match=r"(?s)the trainer left early, with status 0.*leaving early"):
+        await launcher.watch()
+
+
+async def test_a_role_may_open_as_many_files_as_the_system_allows_whoever_starts_it(launcher: LocalLauncher) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard - 1, hard))
+    try:
+        launcher.start(role("tell_file_limit"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    with pytest.raises(LifecycleError, match=f"open files: {hard} {hard}"):
         await launcher.watch()
 
 

@@ -26,6 +26,7 @@ import msgspec
 from tailrace.lifecycle.event_loop import loop_factory
 from tailrace.lifecycle.exit_codes import ExitCode, exit_code_of
 from tailrace.lifecycle.heartbeats import Beat, Pulse, Ready
+from tailrace.lifecycle.open_files import raise_file_limit
 from tailrace.lifecycle.processes import Launch
 from tailrace.lifecycle.roles import EntryFunction, Role, resolve_entry
 from tailrace.tracing.log_files import log_to_stderr
@@ -53,6 +54,7 @@ def main() -> int:
         signal.signal(number, lambda *_: None)
     faulthandler.enable()  # a crash in native code tells its Python stack in the role's log
     faulthandler.register(STACKS)
+    raise_file_limit()  # who started this may be a cluster's process, which has not
     parent = _Parent(_take_standard_input())
     launch = parent.read_launch()
     log_to_stderr()
