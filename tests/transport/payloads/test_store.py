@@ -193,6 +193,24 @@ def test_a_slab_is_used_again_only_when_all_of_its_payloads_are_released(tmp_pat
     assert len(list(tmp_path.glob("*.slab"))) == 2
 
 
+def test_to_find_a_slab_that_is_released_takes_one_look_however_many_are_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer, ledger = SlabPayloadStore(tmp_path, writer="w", slab_bytes=SLAB), SlabPayloadStore(tmp_path)
+    held = [[writer.put(np.zeros(100, np.uint8)), writer.put(np.zeros(NEAR_ALL, np.uint8))] for _ in range(20)]
+    for refs in held:
+        ledger.release(refs[1:])
+    looks, read = list[Path](), Path.read_bytes
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "read_bytes", lambda path: looks.append(path) or read(path))
+        writer.put(np.zeros(NEAR_ALL, np.uint8))
+    assert len(looks) == 1
+    before = size_of_slabs(tmp_path)
+    ledger.release(held[13][:1])
+    writer.put(np.zeros(NEAR_ALL, np.uint8))
+    assert size_of_slabs(tmp_path) == before
+
+
 def test_what_was_withdrawn_holds_no_room(tmp_path: Path) -> None:
     writer = SlabPayloadStore(tmp_path, writer="w", slab_bytes=SLAB)
     for _ in range(5):

@@ -1,7 +1,7 @@
 """A payload store of files: in shared memory for the processes of one host, in a shared folder for those of several.
 
     generator     put ──► the slab in use ──full──► sealed slabs ──all released──► used again, oldest first
-    orchestrator  release ──► a tally beside each slab; what a writer that died left is deleted once released
+    orchestrator  release ──► tallies beside the slabs; what a writer that died left is deleted once released
     trainer       open ──► a mapping that is kept for as long as its file is there
 
 Payloads of many requests share a slab, so a step of a thousand turns makes no thousand files, and no page is fresh but
@@ -28,8 +28,10 @@ from tailrace.transport.payloads.slabs import (
     MappedSlab,
     OwnedSlab,
     PayloadAddress,
+    Tallies,
     slab_bytes_for,
-    tally_of,
+    slab_path,
+    tallies_path,
     write_tally,
 )
 from tailrace.transport.payloads.store import PayloadStore
@@ -99,6 +101,7 @@ class SlabPayloadStore(PayloadStore):
         with self._releasing:
             for path in self._folder.glob(f"{writer}-*{SLAB_SUFFIX}"):
                 self._tallies.abandon(path.name, counts[path.name])
+            tallies_path(self._folder, writer).unlink(missing_ok=True)
 
     @override
     def close(self) -> None:
@@ -143,11 +146,12 @@ class _Pool:
                 return self._slabs[-1]
             self._slabs[-1].close()
         size = max(self._slab_bytes, slab_bytes_for(num_bytes))
-        slab = next((slab for slab in self._slabs if slab.size >= size and slab.is_released()), None)
+        tallies = Tallies(tallies_path(self._folder, self._writer))
+        slab = next((slab for slab in self._slabs if slab.size >= size and slab.is_released(tallies)), None)
         if slab is None:
-            self._created += 1
-            path = self._folder / f"{self._writer}-{self._created}{SLAB_SUFFIX}"
+            path = slab_path(self._folder, self._writer, self._created + 1)
             slab = OwnedSlab(path, size, is_mapped=self._is_mapped)
+            self._created += 1
         else:
             self._slabs.remove(slab)
             slab.start_over()
@@ -196,9 +200,7 @@ class _Tallies:
             self._abandoned[slab] = held
             return
         self._abandoned.pop(slab, None)
-        path = self._folder / slab
-        path.unlink(missing_ok=True)
-        tally_of(path).unlink(missing_ok=True)
+        (self._folder / slab).unlink(missing_ok=True)
 
 
 class OverflowingPayloadStore(PayloadStore):

@@ -1,9 +1,9 @@
 """Files that hold many payloads each, written from left to right, and again from the left once all are released.
 
     slab      [64: header][64: entry header][payload, padded to 64][64: entry header][payload] ...
-    tally     [generation, released, checksum]     a small file beside each slab
+    tallies   [generation, released, checksum] ...     a small file for all slabs of a writer, by their numbers
 
-The process that owns a slab writes the slab, the one that keeps the ledger writes the tally, so no two processes ever
+The process that owns slabs writes them, the one that keeps the ledger writes the tallies, so no two processes ever
 write one file. A slab starts over, under the next generation, when as many of its payloads are released as it holds. An
 entry's header repeats generation, size and kind, so a reference that is out of date, or made up, is seen to be one.
 """
@@ -30,12 +30,12 @@ from tailrace.transport.room import reserve_room
 
 ALIGNMENT_BYTES = 64
 MAGIC = int.from_bytes(b"TRslab01", "little")
-SLAB_SUFFIX, TALLY_SUFFIX = ".slab", ".released"
+SLAB_SUFFIX, TALLIES_SUFFIX = ".slab", ".released"
 
 _HEADER = struct.Struct("<QQ")  # magic, generation
 _ENTRY = struct.Struct("<QQQ")  # generation, bytes, kind
 _TALLY = struct.Struct("<QQQ")  # generation, released, checksum: it is read while it is written
-_URI = re.compile(r"([a-z]+):([\w.-]{1,200}\.slab)@(\d{1,18})\+(\d{1,18})", re.ASCII)
+_URI = re.compile(r"([a-z]+):([\w.-]{1,200}-\d{1,6}\.slab)@(\d{1,18})\+(\d{1,18})", re.ASCII)
 _DTYPES = frozenset({"bool", "uint8", "uint16", "uint32", "int8", "int16", "int32", "int64", "float16", "float32"})
 _SIZE_STEP_BYTES = 1 << 16
 
@@ -74,6 +74,7 @@ class OwnedSlab:
 
     def __init__(self, path: Path, size: int, *, is_mapped: bool) -> None:
         self.path, self.size = path, size
+        self._number = _number_of(path)
         self.generation = self.payloads = self._end = 0
         self.withdrawn = 0
         """Payloads of which no reference was ever sent."""
@@ -112,9 +113,9 @@ class OwnedSlab:
         self._end = start + -(-array.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         return self.generation, offset
 
-    def is_released(self) -> bool:
+    def is_released(self, tallies: Tallies) -> bool:
         """Whether all of its payloads are released."""
-        return self.withdrawn + read_tally(self.path, self.generation) == self.payloads
+        return self.withdrawn + tallies.released(self._number, self.generation) == self.payloads
 
     def close(self) -> None:
         """Have no file open until it is written to again: its payloads may be held for long, in hundreds of slabs."""
@@ -190,27 +191,48 @@ def kind_of(dtype: str, shape: tuple[int, ...]) -> int:
     return xxhash.xxh3_64_intdigest(f"{dtype}{list(shape)}".encode())
 
 
-def tally_of(path: Path) -> Path:
-    """The small file beside a slab that says how many of its payloads are released."""
-    return path.with_name(path.name + TALLY_SUFFIX)
+class Tallies:
+    """How many payloads are released of each slab of a writer, as its file says now. One look for all of them."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            content = path.read_bytes()
+        except OSError:  # none yet
+            content = b""
+        self._tallies = [*_TALLY.iter_unpack(content[: len(content) // _TALLY.size * _TALLY.size])]
+
+    def released(self, number: int, generation: int) -> int:
+        """Payloads that are released of a slab's generation."""
+        if number >= len(self._tallies):
+            return 0
+        counted, released, checksum = self._tallies[number]
+        is_meant = counted == generation and checksum == _checksum(counted, released)
+        return int(released) if is_meant else 0
 
 
-def read_tally(path: Path, generation: int) -> int:
-    """Payloads of a slab's generation that are released."""
-    try:
-        counted, released, checksum = _TALLY.unpack(tally_of(path).read_bytes())
-    except (OSError, struct.error):  # none yet
-        return 0
-    return released if counted == generation and checksum == _checksum(counted, released) else 0
+def slab_path(folder: Path, writer: str, number: int) -> Path:
+    """The file of a writer's slab."""
+    return folder / f"{writer}-{number}{SLAB_SUFFIX}"
 
 
-def write_tally(path: Path, generation: int, released: int) -> None:
+def tallies_path(folder: Path, writer: str) -> Path:
+    """The small file that says how many payloads of a writer's slabs are released."""
+    return folder / f"{writer}{TALLIES_SUFFIX}"
+
+
+def write_tally(slab: Path, generation: int, released: int) -> None:
     """Say how many are released. Only one process does so for a slab; what it says replaces what it said before."""
-    file = os.open(tally_of(path), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    path = tallies_path(slab.parent, slab.stem.rpartition("-")[0])
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
-        os.pwrite(file, _TALLY.pack(generation, released, _checksum(generation, released)), 0)
+        tally = _TALLY.pack(generation, released, _checksum(generation, released))
+        os.pwrite(file, tally, _number_of(slab) * _TALLY.size)
     finally:
         os.close(file)
+
+
+def _number_of(slab: Path) -> int:
+    return int(slab.stem.rpartition("-")[2])
 
 
 def _mapped(file: int, access: int) -> mmap.mmap:
