@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,18 @@ def test_states_ahead_of_a_run_that_was_resumed_go(states: SchedulerStates) -> N
     states.step_ended(2)
     states.write(3, b"{}")
     assert kept(states) == ["step_000002.json", "step_000003.json"]
+
+
+def test_states_of_a_run_without_a_checkpoint_are_listed_once(
+    states: SchedulerStates, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed, listdir = list[Path](), os.listdir
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "listdir", lambda folder: listed.append(folder) or listdir(folder))
+        for step in range(1, 21):
+            states.write(step, b"{}")
+    assert len(listed) == 1
+    assert len(kept(states)) == 20
 
 
 def test_a_state_that_cannot_be_written_says_what_it_costs(states: SchedulerStates, tmp_path: Path) -> None:

@@ -27,6 +27,8 @@ class SchedulerStates:
     def __init__(self, folder: Path, checkpoints: Path) -> None:
         self._folder, self._checkpoints = folder, checkpoints
         self._ended_step = 0
+        self._states: set[int] | None = None
+        """Steps of which one is there, once that was looked up: a run without checkpoints keeps thousands."""
 
     def path(self, step: int) -> Path:
         """The file of one step."""
@@ -75,11 +77,16 @@ class SchedulerStates:
 
     def _prune(self, first: int, last: int) -> None:
         """Keep the states of `first` to `last` and those of checkpoints; later ones are of a run that was resumed."""
-        kept = {*range(first, last + 1)}
+        if self._states is None:
+            self._states = {*_steps(self._folder, suffix=".json")}
+        self._states.add(last)
+        if not (past := {step for step in self._states if not first <= step <= last}):
+            return
         for _ in range(2):  # one that is renamed meanwhile may be in neither place for one listing
-            kept |= {*_steps(self._checkpoints, prefix=_BEING_WRITTEN)}
-        for step in set(_steps(self._folder, suffix=".json")) - kept:
+            past.difference_update(_steps(self._checkpoints, prefix=_BEING_WRITTEN))
+        for step in past:
             self.path(step).unlink(missing_ok=True)
+        self._states -= past
 
 
 def _steps(folder: Path, *, prefix: str = "", suffix: str = "") -> Iterator[int]:
