@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -22,6 +23,7 @@ from tailrace.transport.batches.channels import (
     value_receiver,
     value_sender,
 )
+from tailrace.transport.batches.stores import Piece, ValueStore
 from tailrace.transport.channels import ipc_address
 from tailrace.transport.redis.channels import RedisPlace
 from tests.support.redis_servers import needs_redis, place_of
@@ -185,6 +187,51 @@ async def test_what_a_checkpoint_has_is_released_and_its_place_used_again(socket
             if step % 2 == 0:
                 run.sender.saved(step)
     assert run.sender.oldest_retained is None
+
+
+async def test_what_a_checkpoint_has_is_released_one_batch_in_a_turn_of_the_loop(sockets: Path, tmp_path: Path) -> None:
+    async with ends("by value", sockets, tmp_path) as run:
+        for step in range(1, 31):
+            await run.sender.send(batch(step))
+            await run.train(step)
+        await run.sender.send(batch(31))  # once all but two were given back
+        run.sender.saved(28)
+        oldest = []
+        for _ in range(60):
+            oldest.append(run.sender.oldest_retained or 0)
+            await asyncio.sleep(0)
+        assert max(after - before for before, after in itertools.pairwise(oldest)) == 1
+        assert oldest[-1] == 29
+
+
+class WeighedPiece(Piece):
+    """Knows how often it was weighed."""
+
+    weighed = 0
+
+    @property
+    def num_bytes(self) -> int:
+        WeighedPiece.weighed += 1
+        return self.ref.num_bytes
+
+
+class WeighingStore(ValueStore):
+    def write(self, batch: PlannedBatch, sequence: int) -> list[Piece]:
+        return [WeighedPiece(piece.ref, piece.body) for piece in super().write(batch, sequence)]
+
+
+async def test_what_is_retained_is_weighed_once_and_not_at_every_step(sockets: Path) -> None:
+    address = ipc_address(sockets, "weighed")
+    sender = ChannelBatchSender(address, WeighingStore(), retained_bytes=PLENTY)
+    receiver = value_receiver(address)
+    for step in range(1, 31):
+        await sender.send(plan([30], step=step, row_tokens=40))
+        await receiver.receive()
+        await receiver.acknowledge(step)
+    await sender.send(plan([30], step=31, row_tokens=40))
+    assert WeighedPiece.weighed == 31
+    await receiver.close()
+    await sender.close()
 
 
 async def test_the_oldest_go_where_too_many_bytes_are_kept_and_cannot_be_asked_for(

@@ -25,6 +25,7 @@ class RecordingStore(MemoryPayloadStore):
     def __init__(self) -> None:
         super().__init__()
         self.releases: Counter[str] = Counter()
+        self.calls = 0
         self.refs: list[PayloadRef] = []
 
     def put(self, array: NDArray[np.generic]) -> PayloadRef:
@@ -34,6 +35,7 @@ class RecordingStore(MemoryPayloadStore):
 
     def release(self, refs: Iterable[PayloadRef]) -> None:
         refs = list(refs)
+        self.calls += 1
         self.releases.update(ref.uri for ref in refs)
         super().release(refs)
 
@@ -100,6 +102,21 @@ async def test_what_a_retained_batch_needs_outlives_its_owners_and_ends_with_the
     await accounts.close()
     assert set(store.releases.values()) == {1}
     assert not any(map(store.holds, store.refs))
+
+
+async def test_a_batch_lets_go_of_what_all_its_owners_held_at_once() -> None:
+    store = RecordingStore()
+    accounts = PayloadAccounts(store)
+    for owner in "abcdef":
+        accounts.record(owner, [chunk_of(store)])
+    accounts.keep(1, "abcdef")
+    for owner in "abcde":
+        accounts.release(owner)
+    accounts.let_go(1)
+    accounts.let_go(1)
+    await accounts.close()
+    assert store.calls == 2  # and once for the one that had not ended
+    assert set(store.releases.values()) == {1}
 
 
 class SlowStore(RecordingStore):

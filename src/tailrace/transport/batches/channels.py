@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -59,11 +59,8 @@ class _Written:
     sequence: int
     step: int
     pieces: Sequence[Piece]
-    payload_bytes: int = 0
-
-    @property
-    def num_bytes(self) -> int:
-        return self.payload_bytes + sum(piece.num_bytes for piece in self.pieces)
+    num_bytes: int = 0
+    """What it takes while it is retained, with the payloads that it refers to."""
 
 
 class ChannelBatchSender(BatchSender):
@@ -95,7 +92,9 @@ class ChannelBatchSender(BatchSender):
         self._sent: dict[int, set[int]] = {}  # ranks that have not given it back, by sequence number
         self.payloads: PayloadAccounts | None = None  # of what batches refer to, kept while those are retained
         self._retained_bytes = retained_bytes
-        self._retained: dict[int, _Written] = {}  # all that is not released, the oldest first
+        self._retained = OrderedDict[int, _Written]()  # all that is not released, the oldest first
+        self._taken_bytes = 0  # by those
+        self._releasing: asyncio.Task[None] | None = None  # what the newest checkpoint contains
         self._versions: dict[int, int] = {}  # after steps that no checkpoint contains
         self._messages: dict[int, list[int]] = {}  # numbers of the channels' messages, by sequence number
         self._saved_step = 0
@@ -171,9 +170,8 @@ class ChannelBatchSender(BatchSender):
         """A durable checkpoint contains `step`: release it and all before."""
         self._saved_step = max(step, self._saved_step)
         self._versions = {one: version for one, version in self._versions.items() if one > self._saved_step}
-        for written in [*self._retained.values()]:
-            if written.step <= step and written.sequence not in self._sent:
-                self._release(written.sequence)
+        if self._releasing is None or self._releasing.done():
+            self._releasing = asyncio.create_task(self._release_saved(), name="batches that a checkpoint contains")
 
     @override
     async def close(self) -> None:
@@ -181,7 +179,8 @@ class ChannelBatchSender(BatchSender):
         self._is_closed = True
         self._changed.set()
         await asyncio.gather(*(channel.close() for channel in self._channels))
-        await asyncio.gather(self._offering, *([self._writing] if self._writing else []), return_exceptions=True)
+        tasks = [task for task in (self._offering, self._writing, self._releasing) if task is not None]
+        await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.to_thread(self._thread.shutdown)
         await asyncio.to_thread(self._store.close)
 
@@ -215,9 +214,11 @@ class ChannelBatchSender(BatchSender):
             pieces = await asyncio.get_running_loop().run_in_executor(self._thread, write)
             owners = dict.fromkeys(sample.rollout_id for sample in batch.samples)
             kept = self.payloads.keep(sequence, owners) if self._retains and self.payloads else 0
-            written = _Written(sequence, batch.summary.step, pieces, kept)
+            num_bytes = kept + sum(piece.num_bytes for piece in pieces)
+            written = _Written(sequence, batch.summary.step, pieces, num_bytes)
             if self._retains:
                 self._retained[sequence] = written
+                self._taken_bytes += num_bytes
             self._newest_step = written.step
             if self._retains and not self._has_room:  # the receivers went away meanwhile
                 self._unsent.append(written)
@@ -271,15 +272,26 @@ class ChannelBatchSender(BatchSender):
 
     def _make_room(self) -> None:
         """Let go of the oldest that were acknowledged, while what is retained has too many bytes."""
-        excess = sum(written.num_bytes for written in self._retained.values()) - (self._retained_bytes or 0)
-        for written in [*self._retained.values()]:
-            if excess <= 0 or written.sequence in self._sent or written in self._unsent:
+        while self._taken_bytes > (self._retained_bytes or 0):
+            oldest = next(iter(self._retained.values()))
+            if oldest.sequence in self._sent or oldest in self._unsent:
                 return
-            excess -= written.num_bytes
-            self._release(written.sequence)
+            self._release(oldest.sequence)
+
+    async def _release_saved(self) -> None:
+        """What the newest checkpoint contains, one in a turn of the event loop: there may be thousands.
+
+        Those that receivers have not given back are the newest, and released once they have.
+        """
+        while not self._is_closed and (oldest := next(iter(self._retained.values()), None)) is not None:
+            if oldest.step > self._saved_step or oldest.sequence in self._sent:
+                return
+            self._release(oldest.sequence)
+            await asyncio.sleep(0)
 
     def _release(self, sequence: int) -> None:
-        self._retained.pop(sequence, None)
+        if (written := self._retained.pop(sequence, None)) is not None:
+            self._taken_bytes -= written.num_bytes
         if self.payloads is not None:
             self.payloads.let_go(sequence)
         for channel, number in zip(self._channels, self._messages.pop(sequence, ()), strict=False):

@@ -91,7 +91,7 @@ class PayloadAccounts:
         if owner in self._kept:
             self._kept[owner] = True
         else:
-            self._release_all_of(owner)
+            self._release_all_of([owner])
 
     def keep(self, batch: int, owners: Iterable[str]) -> int:
         """What these hold is needed for as long as their batch is retained; returns its bytes. Once for an owner."""
@@ -103,9 +103,7 @@ class PayloadAccounts:
 
     def let_go(self, batch: int) -> None:
         """The batch is not retained any more: what its owners hold ends with them. Twice does nothing."""
-        for owner in self._keeping.pop(batch, ()):
-            if self._kept.pop(owner):
-                self._release_all_of(owner)
+        self._release_all_of([owner for owner in self._keeping.pop(batch, ()) if self._kept.pop(owner)])
 
     def writer_ended(self, writer: str) -> None:
         """The process that put under this name is gone; what no message named is released, and the rest in time."""
@@ -141,8 +139,8 @@ class PayloadAccounts:
         refs = {chunk.ref.uri: chunk.ref for chunk in chunks if chunk.ref is not None}
         return [ref for uri, ref in refs.items() if uri not in self._owners]
 
-    def _release_all_of(self, owner: str) -> None:
-        refs = [*self._held.pop(owner, {}).values()]
+    def _release_all_of(self, owners: Iterable[str]) -> None:
+        refs = [ref for owner in owners for ref in self._held.pop(owner, {}).values()]
         for ref in refs:
             del self._owners[ref.uri]
             self._released_bytes += ref.num_bytes
