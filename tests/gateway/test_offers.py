@@ -11,10 +11,13 @@ from typing import Any
 import httpx
 import pytest
 
-from tailrace.environments import EnvironmentSpec, brought_tasks, outside_agent
+from tailrace.environments import EnvironmentSpec, Offer, brought_tasks, outside_agent
+from tailrace.environments.rows import ClientRow
 from tailrace.errors import ClientLost, EnvironmentFailed, InvalidReward, RolloutTimeout, SettingsError
 from tailrace.gateway import Gateway
-from tailrace.records import GroupId, Message, Rollout, RolloutId, Task
+from tailrace.gateway.claims import Claim
+from tailrace.gateway.offers import Offers
+from tailrace.records import GroupId, Message, Rollout, RolloutId, Task, TaskId
 from tailrace.rollouts import ChatRenderer, Rollouter, RolloutSettings
 from tests.support.loaded import loaded
 from tests.support.scripted_generate import ScriptedGenerate
@@ -135,6 +138,41 @@ async def test_clients_bring_tasks_and_the_rollouts_of_a_group_are_about_one(ren
         rollouts = await asyncio.gather(*run.running)
     assert [dict(rollout.task.row) for rollout in rollouts] == [hush, hush, hush, psst, psst]
     assert [rollout.messages[0]["content"] for rollout in rollouts] == ["hush", "hush", "hush", "psst", "psst"]
+
+
+class WatchedRow(ClientRow):
+    """Counts how often it is looked at."""
+
+    looks = 0
+    _is_filled = False
+
+    @property
+    def is_filled(self) -> bool:
+        WatchedRow.looks += 1
+        return self._is_filled
+
+    @is_filled.setter
+    def is_filled(self, is_filled: bool) -> None:
+        self._is_filled = is_filled
+
+
+async def test_a_claim_that_brings_a_task_looks_at_each_rollout_once() -> None:
+    offers = Offers()
+
+    async def offer(number: int) -> None:
+        task = Task(TaskId(f"desk/{number}"), "desk", number, WatchedRow())
+        async with offers.claimed(Offer(task, lease_s=1.0, limit_s=1.0)) as tell:
+            tell(str(number).encode())
+
+    async with asyncio.TaskGroup() as offered:
+        tasks = [offered.create_task(offer(number)) for number in range(50)]
+        while sum(offers.waiting.values()) < len(tasks):  # noqa: ASYNC110 - a count has no event
+            await asyncio.sleep(0)
+        WatchedRow.looks = 0
+        assert await offers.claim(Claim(task={"word": "hush"})) == b"0"
+        assert WatchedRow.looks < 60
+        for task in tasks:
+            task.cancel()
 
 
 async def test_a_task_that_was_brought_stays_with_the_attempt_after_a_lost_client(renderer: ChatRenderer) -> None:

@@ -15,7 +15,7 @@ import hmac
 import itertools
 import secrets
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -44,25 +44,21 @@ class _Waiting:
     number: int
     """Of those before it."""
     offer: Offer
+    row: Row
+    """Of its task."""
     claimed: asyncio.Future[None]
     answer: asyncio.Future[bytes]
     """What its client is answered; empty: it is not played, after all."""
 
     @property
-    def row(self) -> Row:
-        """Of its task."""
-        return self.offer.task.row
+    def has_task(self) -> bool:
+        """Whether nobody needs to bring one."""
+        return not isinstance(self.row, ClientRow) or self.row.is_filled
 
     def tell(self, answer: bytes) -> None:
         """Once, to whoever has claimed it."""
         if not self.answer.done():
             self.answer.set_result(answer)
-
-    def fits(self, brought: Row | None) -> bool:
-        """Whether a claim that brings this task, or none, may have it as it is."""
-        if isinstance(self.row, ClientRow):
-            return self.row.is_filled and brought in (None, self.row)
-        return brought is None
 
 
 class Offers:
@@ -107,7 +103,7 @@ class Offers:
         """Offer a rollout, and wait until a client has claimed it. See `Endpoints.claimed`."""
         row_as_json(offer.task)  # one that cannot be told costs its rollout, and no client
         loop = asyncio.get_running_loop()
-        waiting = _Waiting(next(self._numbers), offer, loop.create_future(), loop.create_future())
+        waiting = _Waiting(next(self._numbers), offer, offer.task.row, loop.create_future(), loop.create_future())
         queue = self._waiting.setdefault(offer.task.environment, deque())
         queue.append(waiting)
         self._changed.set()
@@ -148,15 +144,8 @@ class Offers:
                 parameter="environment",
                 status=404,
             )
-        self.asking += 1
-        try:
-            async with asyncio.timeout(claim.wait_s):
-                await wait_until(self._changed, lambda: self._is_closed or self._next(claim) is not None)
-        except TimeoutError:
-            pass
-        finally:
-            self.asking -= 1
-        while not self._is_closed and (waiting := self._next(claim)) is not None:
+        waiting = await self._awaited(claim)
+        while waiting is not None:
             self._waiting[waiting.offer.task.environment].remove(waiting)
             if not waiting.claimed.done():  # it was cancelled this very moment
                 if claim.task is not None:
@@ -165,21 +154,43 @@ class Offers:
                 if answer := await waiting.answer:
                     self.claims += 1
                     return answer
+            waiting = self._next(claim)
         if self._is_closed:
             raise RequestInvalid("the run has ended: it offers no rollout any more", status=410)
         return None
 
+    async def _awaited(self, claim: Claim) -> _Waiting | None:
+        """What the claim gets, within `wait_s`."""
+        found: _Waiting | None = None
+
+        def is_answered() -> bool:
+            nonlocal found
+            found = self._next(claim)
+            return self._is_closed or found is not None
+
+        self.asking += 1
+        try:
+            async with asyncio.timeout(claim.wait_s):
+                await wait_until(self._changed, is_answered)
+        except TimeoutError:
+            pass
+        finally:
+            self.asking -= 1
+        return found
+
     def _next(self, claim: Claim) -> _Waiting | None:
-        """What a claim gets now: of any environment, the one that waits first.
+        """What a claim gets now: of any environment, the one that waits first. None once the run has ended.
 
         Raises `RequestInvalid` for a task that is brought to rollouts which have theirs, or lacks a column.
         """
+        if self._is_closed:
+            return None
         wanted = self._waiting if claim.environment is None else {claim.environment}
         queues = [queue for name in wanted if (queue := self._waiting.get(name))]
-        found = _first(queues, lambda one: one.fits(claim.task))
-        if found is not None or claim.task is None:
+        firsts = [one for queue in queues if (one := _first(queue, claim.task)) is not None]
+        found = min(firsts, key=lambda one: (not one.has_task, one.number), default=None)
+        if claim.task is None:
             return found
-        found = _first(queues, lambda one: isinstance(one.row, ClientRow) and not one.row.is_filled)
         if found is None and queues and not any(isinstance(queue[0].row, ClientRow) for queue in queues):
             raise RequestInvalid("the rollouts that wait have tasks of their own: leave `task` out", parameter="task")
         if found is not None and isinstance(found.row, ClientRow) and (lacks := found.row.missing(claim.task)):
@@ -195,10 +206,22 @@ class Offers:
             self._changed.set()
 
 
-def _first(queues: Iterable[deque[_Waiting]], fits: Callable[[_Waiting], bool]) -> _Waiting | None:
-    """The one that has waited longest."""
-    firsts = (next((one for one in queue if fits(one)), None) for queue in queues)
-    return min((one for one in firsts if one is not None), key=lambda one: one.number, default=None)
+def _first(queue: Iterable[_Waiting], brought: Row | None) -> _Waiting | None:
+    """For a claim that brings this task, or none: the first that is about it, or else the first without a task.
+
+    One pass, which is short for each: thousands may wait.
+    """
+    if brought is None:
+        return next((one for one in queue if one.has_task), None)
+    empty = None
+    for one in queue:
+        row = one.row
+        if isinstance(row, ClientRow):
+            if not row.is_filled:
+                empty = empty or one
+            elif row == brought:
+                return one
+    return empty
 
 
 async def _held(session: Session, offer: Offer) -> None:
