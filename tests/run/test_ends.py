@@ -144,6 +144,16 @@ def test_an_interrupted_command_says_how_to_stop_at_once_and_how_to_go_on(
     assert "go on with  tailrace train quickstart --name run --resume\n" in printed.out
 
 
+async def test_what_a_group_does_to_end_in_order_is_not_cut_short_by_the_end_of_the_trainer(tmp_path: Path) -> None:
+    running = asyncio.create_task(run_inline(tmp_path, *environment("tidying"), "--max_steps", "1000"))
+    while not records(tmp_path / "run" / "metrics.jsonl"):  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    (tmp_path / "run" / "preempt").touch()
+    summary = await running
+    assert (summary.status, summary.steps) == (RunStatus.CANCELLED, 1)
+    assert "ignored its cancellation" not in (tmp_path / "run" / "logs" / "orchestrator.log").read_text()
+
+
 async def test_agents_that_refuse_to_be_cancelled_hold_a_stop_up_until_its_deadline(tmp_path: Path) -> None:
     hasty = ("--shutdown.cancel_rollouts_s", "0.1")
     summary = await run_inline(tmp_path, *environment("stubborn"), *hasty, "--max_steps", "1")

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 
 import numpy as np
 import pytest
@@ -172,6 +173,21 @@ async def test_cancelling_the_run_cancels_what_is_in_flight_and_balances() -> No
     world.scheduler.finish("run_ended")
     ledger = world.scheduler.ledger
     assert ledger.admitted == ledger.total(TerminalState.CANCELLED) > 0
+
+
+async def test_the_end_cancels_one_group_in_a_turn_of_the_loop() -> None:
+    world = make_world(spread, rows=64, max_staleness=32, max_running=256, pauses=lambda _: 1_000_000)
+    running = asyncio.create_task(world.scheduler.run())
+    while world.runner.live < 256:  # noqa: ASYNC110 - a count has no event
+        await asyncio.sleep(0)
+    running.cancel()
+    live = []
+    while not running.done():
+        live.append(world.runner.live)
+        await asyncio.sleep(0)
+    assert live[-1] == 0
+    assert max(before - after for before, after in itertools.pairwise(live)) <= 8
+    world.scheduler.finish("run_ended")
 
 
 async def test_resuming_starts_over_exactly_what_was_not_trained() -> None:

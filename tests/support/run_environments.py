@@ -303,6 +303,22 @@ def stubborn() -> EnvironmentSpec:
     return EnvironmentSpec(name="stubborn", agent=agent, train_tasks=rows, trusted=True)
 
 
+def tidying() -> EnvironmentSpec:
+    """From the third group on scoring waits for ever, and takes a second to end where it is cancelled."""
+    numbers = itertools.count()
+
+    async def score_group(group: Group) -> Group:
+        if next(numbers) >= 2:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                await asyncio.sleep(1)
+        return group
+
+    rows = [{"word": f"word {number}"} for number in range(64)]
+    return EnvironmentSpec(name="tidying", agent=answer, score_group=score_group, train_tasks=rows, trusted=True)
+
+
 def leaving_a_thread() -> EnvironmentSpec:
     """Agents that start work in a thread and forget it; it never returns."""
 

@@ -129,7 +129,7 @@ class Orchestrator(WeightListener, ReplicaListener):
                     self._observer.begin(await self._take_up())
             return ended
         finally:
-            cancel = lambda: _cancelled(worker, follower, ending)  # noqa: E731
+            cancel = lambda: self._cancel(worker, follower, ending)  # noqa: E731
             await run_stage(ShutdownStage.CANCEL_ROLLOUTS, self._roles.shutdown, cancel)
             self._scheduler.finish(RUN_ENDED)
 
@@ -197,8 +197,7 @@ class Orchestrator(WeightListener, ReplicaListener):
                 case StopRequested():
                     self._stop_requested = True
                     _logger.info("stopping: %s", event.reason)
-                    if self._scheduling:
-                        self._scheduling.cancel()
+                    self._stop_scheduling()
                 case TrainerEnded():
                     self._has_ended = True
                     return event
@@ -355,10 +354,24 @@ class Orchestrator(WeightListener, ReplicaListener):
         if evaluator.is_idle:
             return
         if ended.status is RunStatus.FINISHED and self._scheduling and not worker.done():
-            self._scheduling.cancel()
+            self._stop_scheduling()
             await first_done(evaluator.finish(), self._until(lambda: self._is_interrupted), asyncio.wait({worker}))
         if not evaluator.is_idle:
             _logger.warning("the end of the run cancels the evaluation of %s", evaluator.describe())
+
+    def _stop_scheduling(self) -> None:
+        """Cancel it, once: a second cancellation would cut short what rollouts do to end in order."""
+        if self._scheduling is not None and not self._scheduling.cancelling():
+            self._scheduling.cancel()
+
+    async def _cancel(self, *tasks: asyncio.Task[Any]) -> None:
+        """All of these, which cancel the scheduling as well, once that has ended."""
+        self._stop_scheduling()
+        try:
+            if self._scheduling is not None:
+                await asyncio.wait({self._scheduling})
+        finally:
+            await _cancelled(*tasks)
 
     # --- generators ----------------------------------------------------------------------------------------------
 

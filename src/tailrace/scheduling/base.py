@@ -131,9 +131,12 @@ class Scheduler(ABC):
         """
         self._trainer_waits.set(True)
         async with asyncio.TaskGroup() as running:
-            running.create_task(self._feed())
+            feeding = running.create_task(self._feed())
             ending = running.create_task(self._end_steps())
-            await self._admit(running)
+            try:
+                await self._admit(running)
+            finally:
+                await self._cancel_groups(feeding)
             ending.cancel()
 
     def weights_installed(self, version: int) -> None:
@@ -239,8 +242,23 @@ class Scheduler(ABC):
             release=EarlyRelease.of_group(self._settings, size),
         )
         self._outstanding.start(group)
-        running.create_task(self._player.play(group), name=group_id)
+        group.playing = running.create_task(self._player.play(group), name=group_id)
         return size
+
+    async def _cancel_groups(self, feeding: asyncio.Task[None]) -> None:
+        """Cancel what still plays, one group in a turn of the event loop: thousands of rollouts may have to end.
+
+        Waits for their end: a second cancellation would cut short what cleans up after the first. Where one has failed,
+        all are cancelled already.
+        """
+        tasks = [group.playing for group in self._outstanding.groups]
+        playing = [task for task in tasks if task is not None and not (task.done() or task.cancelling())]
+        if playing:
+            feeding.cancel()
+            for task in playing:
+                task.cancel()
+                await asyncio.sleep(0)
+            await asyncio.wait({feeding, *playing})
 
     def _review_running(self) -> None:
         """Stop the running groups that have become too old, under a policy that does."""

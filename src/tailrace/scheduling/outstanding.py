@@ -65,6 +65,8 @@ class OpenGroup:
     """Parts that wait for a batch, and one more until the group is over."""
     is_over: bool = False
     """Nothing more of it will be released."""
+    playing: asyncio.Task[None] | None = None
+    """Runs it, from its task to its scores."""
 
     def __post_init__(self) -> None:
         self.unfinished = self.size
