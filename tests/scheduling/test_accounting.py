@@ -35,7 +35,12 @@ def test_the_ledger_balances_whatever_happens(events: list[tuple[int, TerminalSt
         except AccountingError:
             assert (rollout_id in in_flight) == (state is None)
         ledger.check()
-        assert set(ledger.in_flight_ids()) == in_flight
+        assert ledger.in_flight == len(in_flight)
+    ended = ledger.total(TerminalState.CANCELLED)
+    ledger.end_rest(Outcome.cancelled("run_ended"))
+    ledger.check()
+    assert (ledger.in_flight, ledger.total(TerminalState.CANCELLED)) == (0, ended + len(in_flight))
+    assert ("run_ended" in ledger.reasons(TerminalState.CANCELLED)) == bool(in_flight)
 
 
 def test_a_rollout_ends_exactly_once() -> None:

@@ -170,8 +170,7 @@ class Scheduler(ABC):
     def finish(self, reason: str) -> None:
         """The run is over: rollouts still in flight end as cancelled, and the ledger must balance."""
         self._ended_steps.drain()
-        for rollout_id in self.ledger.in_flight_ids():
-            self.ledger.end(rollout_id, Outcome.cancelled(reason))
+        self.ledger.end_rest(Outcome.cancelled(reason))
         self.ledger.check()
 
     @property

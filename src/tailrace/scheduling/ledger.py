@@ -48,6 +48,12 @@ class Ledger:
         self._in_flight.remove(rollout_id)
         self._terminal[outcome.state, outcome.reason] += 1
 
+    def end_rest(self, outcome: Outcome) -> None:
+        """All that are in flight reach the same terminal state."""
+        if self._in_flight:
+            self._terminal[outcome.state, outcome.reason] += len(self._in_flight)
+            self._in_flight.clear()
+
     def check(self) -> None:
         """Raise `AccountingError` unless the invariant holds."""
         if self.admitted != self._terminal.total() + len(self._in_flight):
@@ -57,10 +63,6 @@ class Ledger:
     def in_flight(self) -> int:
         """Rollouts admitted and not yet terminal."""
         return len(self._in_flight)
-
-    def in_flight_ids(self) -> list[RolloutId]:
-        """Their ids, sorted."""
-        return sorted(self._in_flight)
 
     def total(self, state: TerminalState) -> int:
         """Rollouts that ended in `state`, whatever the reason."""
