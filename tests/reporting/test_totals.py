@@ -64,6 +64,15 @@ def test_what_is_drawn_of_a_long_run_is_bounded_and_of_all_its_steps() -> None:
     assert totals.rewards.points[-1] == 4996.5
 
 
+def test_a_policy_that_moves_far_is_no_mismatch_while_fresh_tokens_show_that_weights_are_the_same() -> None:
+    fresh, moved_far = "training/logprob_difference_fresh", {**LINES[0], "training/logprob_difference": 5.0}
+    vouched = [moved_far | ({fresh: 1e-6} if step % 8 == 0 else {}) for step in range(32)]
+    assert RunTotals(vouched).mismatched_steps == 0
+    assert RunTotals([*vouched, moved_far]).mismatch is None
+    assert RunTotals([*vouched, *[moved_far] * 3]).mismatch == "training/logprob_difference"
+    assert RunTotals([*vouched, moved_far | {fresh: 0.2}]).mismatch == fresh
+
+
 def test_a_skipped_step_trained_nothing() -> None:
     totals = RunTotals(LINES)
     assert (totals.tokens_trained, totals.rollouts_trained) == (10 + 20 + 40, 12)

@@ -36,7 +36,7 @@ from tailrace.reporting.rollout_records import RolloutEntry
 from tailrace.reporting.sinks import JsonlSink, RolloutWriter
 from tailrace.reporting.summary import LedgerSummary, RunSummary
 from tailrace.reporting.tokens.writer import TokenWriter
-from tailrace.reporting.totals import MISMATCH_CAUSES, MISMATCH_NATS, RunTotals, mismatch_in
+from tailrace.reporting.totals import MISMATCH_CAUSES, MISMATCH_NATS, RunTotals
 from tailrace.reporting.trackers.hub import Trackers
 from tailrace.scheduling import Evaluation, Ledger, SchedulerObserver
 from tailrace.tracing.phases import phase
@@ -260,7 +260,7 @@ class RunObserver(SchedulerObserver):
 
     def _watch_mismatch(self, step: int) -> None:
         """Raise the alarm where the trainer does not find the log-probabilities that tokens were sampled with."""
-        metric, steps = mismatch_in(self.latest), self.totals.mismatched_steps
+        metric, steps = self.totals.mismatch, self.totals.mismatched_steps
         if metric is not None and steps.bit_count() == 1:  # the first, second, fourth, eighth, ...
             _logger.error(
                 "ALARM: in step %d the trainer's log-probabilities differ from the generator's by %.3g nats on average "

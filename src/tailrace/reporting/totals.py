@@ -21,12 +21,15 @@ from tailrace.reporting.metrics import Reduction, metric_spec
 from tailrace.reporting.sinks import read_jsonl
 from tailrace.reporting.summary import EvaluationSummary, LedgerSummary
 
-MISMATCH_NATS = {"training/logprob_difference_fresh": 0.1, "training/logprob_difference": 2.0}
+_FRESH, _ALL = "training/logprob_difference_fresh", "training/logprob_difference"
+MISMATCH_NATS = {_FRESH: 0.1, _ALL: 2.0}
 """Highest mean differences of log-probabilities that numerics (bfloat16 costs a few hundredths) and, over tokens of all
 versions, some steps of training explain: a policy that finds its way of answering within ten steps moves by 1.0."""
+_CONFIRMED_STEPS = 8
+"""Steps for which fresh tokens vouch that both sides hold the same weights: a fast policy moves by more than 2."""
 MISMATCH_CAUSES = {
-    "training/logprob_difference_fresh": "the generator holds other weights, or computes with them otherwise",
-    "training/logprob_difference": "the generator holds other weights, or steps move the policy that far (lower "
+    _FRESH: "the generator holds other weights, or computes with them otherwise",
+    _ALL: "the generator holds other weights, or steps move the policy that far (lower "
     "trainer.learning_rate, or raise trainer.warmup_steps)",
 }
 CURVES = ("training/kl", "training/entropy", "training/grad_norm")
@@ -56,8 +59,9 @@ class RunTotals:
         """Those that bore loss, of steps that were not skipped."""
         self.rollouts_trained = 0
         self.staleness_max = 0
+        self.mismatch: str | None = None
+        """The metric by which trainer and generator disagree in the newest step."""
         self.mismatched_steps = 0
-        """Steps above `MISMATCH_NATS`."""
         self.rewards = Curve()
         """One mean per step, like the rates below."""
         self.generation_tokens_per_s = Curve()
@@ -70,6 +74,7 @@ class RunTotals:
         self._maxima: dict[str, float] = {}
         self._newest: dict[str, float] = {}
         self._staleness_sum = 0.0
+        self._unconfirmed_steps = 0
         for line in lines:
             self.add(line)
 
@@ -164,7 +169,10 @@ class RunTotals:
         # a step that an outside trainer took again has no line, and lines of older runs have no `rollout/trained`
         in_batch = metrics.get("batch/rollouts", 0.0) if is_trained else 0.0
         self.rollouts_trained += int(metrics.get("rollout/trained", in_batch))
-        self.mismatched_steps += mismatch_in(metrics) is not None
+        is_confirmed = metrics.get(_FRESH, math.inf) <= MISMATCH_NATS[_FRESH]
+        self._unconfirmed_steps = 0 if is_confirmed else self._unconfirmed_steps + 1
+        self.mismatch = mismatch_in(metrics, self._unconfirmed_steps)
+        self.mismatched_steps += self.mismatch is not None
         if "reward/mean" in metrics:
             self.rewards.add(metrics["reward/mean"])
         for name in CURVES:
@@ -175,13 +183,15 @@ class RunTotals:
         self.wall_s = wall_s
 
 
-def mismatch_in(metrics: Mapping[str, float]) -> str | None:
-    """The metric by which trainer and generator disagree in a step.
+def mismatch_in(metrics: Mapping[str, float], unconfirmed_steps: int) -> str | None:
+    """The metric by which trainer and generator disagree in a step, so many after fresh tokens showed that they agree.
 
-    >>> mismatch_in({"training/logprob_difference": 2.5})
-    'training/logprob_difference'
+    >>> moved_far = {"training/logprob_difference": 2.5}
+    >>> mismatch_in(moved_far, unconfirmed_steps=3), mismatch_in(moved_far, unconfirmed_steps=30)
+    (None, 'training/logprob_difference')
     """
-    return next((name for name, most in MISMATCH_NATS.items() if metrics.get(name, 0.0) > most), None)
+    judged = MISMATCH_NATS if unconfirmed_steps > _CONFIRMED_STEPS else [_FRESH]
+    return next((name for name in judged if metrics.get(name, 0.0) > MISMATCH_NATS[name]), None)
 
 
 def _is_trained(metrics: Mapping[str, float], before_version: int) -> bool:
