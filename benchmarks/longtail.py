@@ -284,6 +284,8 @@ def main() -> None:
     parser.add_argument("--sweep", action="store_true", help="find the best values instead")
     parser.add_argument("--policy", action="append", default=[], choices=POLICIES, help="of the sweep; may be repeated")
     arguments = parser.parse_args()
+    if arguments.policy and not arguments.sweep:
+        parser.error("--policy is of the sweep: give --sweep as well")
     options = kit.common_options(arguments)
     cases = options.choose(list(LOADS)) if options.cases else ["main"]
     if arguments.sweep:

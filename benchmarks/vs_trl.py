@@ -7,7 +7,7 @@ Speed. A Qwen3 of 3.4 million parameters, 8 tasks x 8 rollouts per step, a rewar
 rate so low that lengths stay what they are. `fixed`: 64 tokens each, none ends earlier. `natural`: every token is the
 last one with the same probability (see `small_model.py`), mean 200, cut at 256. Figures are trained completion tokens
 over user and system CPU of all processes, from the first rollout to the last step, start-up left out on both sides, all
-with one thread; `wall_ratio` compares tokens per second of wall time with two threads on both sides. TRL runs as
+with one thread; `wall_ratio` compares wall time on two cores, where TRL has two threads. TRL runs as
 `trl_sweep.py` found it best, its allocator set as Tailrace sets its own, and as it sets itself up (`trl_defaults`),
 without a reference model; its bf16 is autocast over float32 weights. Tailrace decodes up to 256 rollouts at a time,
 four steps' worth, which its asynchronous schedule allows (tokens are at most 4 versions old), and beside that with one
@@ -84,7 +84,7 @@ class SpeedRow:
     ratio_one_step: float
     ratio_defaults: float
     wall_ratio: float
-    """Tokens per second of wall time, two threads on both sides: TRL's one process, Tailrace's two."""
+    """Tokens per second of wall time on two cores: TRL's process has two threads, Tailrace's have one each."""
     tailrace_mean_tokens: float
     trl_mean_tokens: float
     target: float
