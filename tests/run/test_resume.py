@@ -9,6 +9,7 @@ import signal
 from collections import Counter
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 import xxhash
@@ -16,7 +17,7 @@ import xxhash
 from tailrace.config import load_settings
 from tailrace.errors import SettingsError
 from tailrace.records import CheckpointWritten, RunStatus, StepTrained, TrainerStarted
-from tailrace.reporting.summary import RunSummary, summary_text
+from tailrace.reporting.summary import RunSummary, summary_text, write_summary
 from tailrace.run.training import train
 from tests.run.runs import RESUMED, command, environment, records, rollouts, run_inline, trained_tasks
 from tests.support.event_files import read_events
@@ -189,6 +190,18 @@ async def test_a_run_that_is_through_has_nothing_more_to_train(tmp_path: Path) -
     summary = await run_inline(tmp_path, *DATA, "--max_steps", "2", *RESUMED)
     assert (summary.status, summary.steps, summary.ledger.by_state["trained"]) == (RunStatus.FINISHED, 2, 8)
     assert summary.checkpoint_path == str(tmp_path / "run" / "checkpoints" / "step_000002")
+
+
+async def test_what_a_run_took_covers_start_up_and_end_of_all_its_starts(tmp_path: Path) -> None:
+    first = await run_inline(tmp_path, *DATA, "--max_steps", "2")
+    slow = msgspec.structs.replace(first, wall_s=first.wall_s + 100.0)  # as if it had started slowly
+    write_summary(tmp_path / "run", slow)
+    nothing_to_do = await run_inline(tmp_path, *DATA, "--max_steps", "2", *RESUMED)
+    assert nothing_to_do.wall_s > slow.wall_s
+    assert (await run_inline(tmp_path, *DATA, "--max_steps", "3", *RESUMED)).wall_s > nothing_to_do.wall_s
+    clock_s = records(tmp_path / "run" / "metrics.jsonl")[-1]["wall_s"]
+    (tmp_path / "run" / "summary.json").write_text("{}")  # that of another version
+    assert clock_s < (await run_inline(tmp_path, *DATA, "--max_steps", "3", *RESUMED)).wall_s < slow.wall_s
 
 
 async def test_a_start_that_came_to_nothing_still_knows_the_checkpoint_of_the_one_before(tmp_path: Path) -> None:

@@ -56,6 +56,8 @@ class EarlierStarts:
     totals: RunTotals = field(default_factory=RunTotals)
     """What they came to, as far as their steps survive."""
     starts: int = 0
+    wall_s: float = 0.0
+    """What they took, start-up and shutdown included as far as that is known; never less than the metrics' clock."""
 
 
 class GroupSink(Protocol):
@@ -110,7 +112,9 @@ class RunObserver(SchedulerObserver):
         """One that the newest step was trained on, to be looked at."""
         self.starts = 1
         self.earlier_s = 0.0
-        """What the run's earlier starts took."""
+        """The metrics' clock where the run's earlier starts left it."""
+        self.earlier_wall_s = 0.0
+        """What those took."""
         self.counts_before: dict[str, int] = {}
         """What they brought the counts since the run began to, by metric."""
         self._ledger_before = LedgerSummary()
@@ -143,7 +147,8 @@ class RunObserver(SchedulerObserver):
             gauge()
         self._recorder.flush()
         self._started_s = self._last_step_s = self._clock()
-        self.totals, self.starts, self.earlier_s = earlier.totals, earlier.starts + 1, earlier.totals.clock_s
+        self.totals, self.starts = earlier.totals, earlier.starts + 1
+        self.earlier_s, self.earlier_wall_s = earlier.totals.clock_s, earlier.wall_s
         self.counts_before = {name: int(count) for name, count in self.totals.counts().items()}
         self._ledger_before = self.totals.ledger()
         if self.totals.steps:
@@ -329,7 +334,6 @@ def with_figures(summary: RunSummary, ledger: Ledger, observer: RunObserver) -> 
         steps=summary.steps or totals.step,
         policy_version=summary.policy_version or totals.policy_version,
         starts=observer.starts,
-        wall_s=summary.wall_s + observer.earlier_s,
         dropped_records=summary.dropped_records + observer.counts_before.get("sinks/dropped_records", 0),
         ledger=observer.tally(ledger),
         cpu_s=cpu_s,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -108,11 +109,12 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     starts: int = 1
     """How often the run was started. All figures are of all starts, as far as their steps survive."""
     wall_s: float = 0.0
-    """From the newest start to its end, and what earlier ones took from their first rollout to the last step."""
+    """From each start to its end. Of one that was killed, and so wrote no summary, only what it trained counts: from
+    its first rollout to its last step."""
     cpu_s: float | None = None
     """User and system CPU time of all processes."""
     started_at: str = ""
-    """The newest start: ISO 8601, in UTC."""
+    """When the newest start began, not the first one: ISO 8601, in UTC."""
 
     ledger: LedgerSummary = LedgerSummary()
     reward_first: float | None = None
@@ -178,6 +180,14 @@ def read_summary(run_folder: Path) -> RunSummary | None:
         return None
     with guarded(f"{path} is not a run's summary", DataError):
         return msgspec.json.decode(path.read_bytes(), type=RunSummary)
+
+
+def summed_up_s(run_folder: Path) -> float:
+    """What the starts of a run took by the summary of the newest one that wrote any; 0 where none can be read."""
+    with suppress(DataError):
+        if (summary := read_summary(run_folder)) is not None:
+            return summary.wall_s
+    return 0.0
 
 
 def summary_text(summary: RunSummary) -> str:

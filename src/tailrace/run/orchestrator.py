@@ -49,6 +49,7 @@ from tailrace.records import (
 )
 from tailrace.reporting.observer import EarlierStarts, RunObserver
 from tailrace.reporting.run_view import Stage
+from tailrace.reporting.summary import summed_up_s
 from tailrace.reporting.totals import read_totals
 from tailrace.rollouts import Rollouter
 from tailrace.run.folder import RunPaths, count_starts, wind_back
@@ -340,7 +341,8 @@ class Orchestrator(WeightListener, ReplicaListener):
         if step is not None:
             wind_back(self._paths, step)
             self._states.step_ended(step)
-        return EarlierStarts(read_totals(self._paths.metrics), starts=count_starts(self._paths) - (step is not None))
+        totals, starts = read_totals(self._paths.metrics), count_starts(self._paths) - (step is not None)
+        return EarlierStarts(totals, starts, max(totals.clock_s, summed_up_s(self._paths.root)))
 
     async def _installed(self, version: int) -> None:
         await self._until(lambda: self.installed_version >= version)

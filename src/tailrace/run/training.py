@@ -246,7 +246,7 @@ async def _sum_up(run: ComposedRun, ended: TrainerEnded, exit_code: int) -> RunS
         environments=list(ground.environments),
         steps=ended.step,
         policy_version=orchestrator.version,
-        wall_s=ground.elapsed_s,
+        wall_s=ground.elapsed_s + run.observer.earlier_wall_s,
         started_at=ground.started_at.isoformat(timespec="seconds"),
         checkpoint_path=orchestrator.checkpoint,
         dropped_records=writer.dropped + writer.failed,
