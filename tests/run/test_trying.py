@@ -64,6 +64,11 @@ def test_the_command_ends_with_1_where_nothing_could_be_trained_on(capsys: pytes
     assert "every reward is 1, so there would be nothing to train on: the task is too easy" in printed
 
 
+def test_a_single_reward_shows_nothing_wrong_and_the_command_ends_with_0(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["try", "alphabet-sort", "--tasks", "1", "--each", "1"]) == 0
+    assert "nothing is wrong, as far as this shows" in capsys.readouterr().out
+
+
 def test_a_recipe_is_tried_with_all_of_its_own() -> None:
     settings, recipe, overrides = settings_to_try("mixed", "quickstart", ["--max_steps", "3"])
     assert (recipe, overrides, len(settings.environments)) == ("mixed", ["--max_steps", "3"], 2)

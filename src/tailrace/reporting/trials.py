@@ -81,9 +81,24 @@ class Trial:
         return [rollout for group in self.groups for rollout in group.started]
 
     @property
+    def rewards(self) -> list[float]:
+        """Of all groups."""
+        return [reward for group in self.groups for reward in group.rewards]
+
+    @property
     def is_trainable(self) -> bool:
-        """Whether some group has rewards that differ."""
-        return any(group.rewards and min(group.rewards) < max(group.rewards) for group in self.groups)
+        """Whether some group has rewards that differ; where none has two to compare, whether nothing speaks against it.
+
+        One reward alone shows nothing, and rewards of several tasks that are all the same show that it is not.
+        """
+        compared = [group.rewards for group in self.groups if len(group.rewards) > 1]
+        if compared:
+            return any(_differ(rewards) for rewards in compared)
+        return len(self.rewards) == 1 or _differ(self.rewards)
+
+
+def _differ(rewards: Sequence[float]) -> bool:
+    return bool(rewards) and min(rewards) < max(rewards)
 
 
 def trial_text(trial: Trial, decode: Callable[[Sequence[int]], str], *, tokens: bool = False) -> str:
@@ -148,12 +163,12 @@ def _failures(trial: Trial) -> Iterator[str]:
 
 
 def _rewards(trial: Trial) -> Iterator[str]:
-    rewards = [reward for group in trial.groups for reward in group.rewards]
+    rewards = trial.rewards
     known = {0.0: "too hard for this model", 1.0: "too easy for this model"}
-    alike = [group for group in trial.groups if len(group.rewards) > 1 and min(group.rewards) == max(group.rewards)]
+    alike = [group for group in trial.groups if len(group.rewards) > 1 and not _differ(group.rewards)]
     if not rewards:
         yield "no rollout has a reward: there would be nothing to train on"
-    elif len(rewards) > 1 and min(rewards) == max(rewards):
+    elif len(rewards) > 1 and not _differ(rewards):
         yield (
             f"every reward is {rewards[0]:g}, so there would be nothing to train on: the task is "
             f"{known.get(rewards[0], 'not told apart by its reward')}. Reward a reply by degrees"
