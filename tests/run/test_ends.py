@@ -141,6 +141,7 @@ def test_an_interrupted_command_says_how_to_stop_at_once_and_how_to_go_on(
     assert main(["train", "quickstart", *TINY, *signalling, *inline]) == 130
     printed = capsys.readouterr()
     assert "stopping, with a last save: Ctrl-C again to stop at once" in printed.err
+    assert "afterwards: tailrace train quickstart --name run --resume (from runs/run/checkpoints)\n" in printed.err
     assert "go on with  tailrace train quickstart --name run --resume\n" in printed.out
 
 

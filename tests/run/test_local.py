@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -73,8 +74,9 @@ async def test_ctrl_c_stops_in_order_and_resume_goes_on(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("roles", ROLES)
 def test_ctrl_c_twice_ends_at_once_with_nothing_left(tmp_path: Path, roles: tuple[str, ...]) -> None:
-    with command(tmp_path, *roles, "--max_steps", "10000") as run:
-        run.wait_for_steps(1)
+    saving = ("--max_steps", "10000", "--trainer.checkpoint_every_steps", "1")
+    with command(tmp_path, *roles, *saving) as run:
+        run.wait_until(lambda: any((run.folder / "checkpoints").glob("step_*")))
         children = family(run)
         for child in children:
             child.suspend()  # nobody answers the first one
@@ -83,6 +85,8 @@ def test_ctrl_c_twice_ends_at_once_with_nothing_left(tmp_path: Path, roles: tupl
         run.process.send_signal(signal.SIGINT)
         status, printed = run.wait()
         assert (status, run.leftovers(), all_gone(children)) == (130, [], True), printed
+    on = r"go on from runs/run/checkpoints/step_\d+ with tailrace train quickstart --name run --resume$"
+    assert re.search(on, printed, re.MULTILINE), printed
 
 
 @pytest.mark.parametrize("roles", ROLES)

@@ -69,12 +69,14 @@ class Train:
                 return take_role(rank, settings.trainer)
             from tailrace.run.training import train
 
-            summary = run_to_end(train(settings, recipe=read_settings_file(self.recipe).table))
+            resume_with = f"tailrace train {shlex.quote(self.recipe)} --name {settings.name} --resume"
+            table = read_settings_file(self.recipe).table
+            summary = run_to_end(train(settings, recipe=table, resume_with=resume_with))
         show(summary_text(summary))
         show(f"  in          runs/{settings.name}")
         stopped = (ExitCode.INTERRUPTED, ExitCode.TERMINATED, ExitCode.PREEMPTED)
         if summary.exit_code in stopped and summary.checkpoint_path:
-            show(f"  go on with  tailrace train {shlex.quote(self.recipe)} --name {settings.name} --resume")
+            show(f"  go on with  {resume_with}")
         return summary.exit_code
 
 

@@ -87,13 +87,15 @@ async def train(
     given: Mapping[str, object] = MappingProxyType({}),
     callbacks: Callbacks | None = None,
     abort: Callable[[ExitCode], NoReturn] = exit_at_once,
+    resume_with: str = "the same settings and resume = true",
     outside: OutsideProgram | None = None,
 ) -> RunSummary:
     """Train, and leave a run's folder under `parent`.
 
     `recipe` is what the settings were made of, before anything was laid over it: by it a resume tells what was edited
-    since. `given` are environments that only this process has, `abort` is called for a second signal to stop. `outside`
-    is the trainer of a run with `trainer.feed = "stream"` and `placement = "inline"`, which has all in this process.
+    since. `given` are environments that only this process has, `abort` is called for a second signal to stop. Who stops
+    the run is told that `resume_with` goes on with it. `outside` is the trainer of a run with `trainer.feed = "stream"`
+    and `placement = "inline"`, which has all in this process.
     Raises `TailraceError` before anything is started, and at the end what one of `callbacks` raised.
     """
     callbacks = callbacks or Callbacks()
@@ -105,7 +107,11 @@ async def train(
     with open_run_folder(settings, parent) as paths:
         try:
             summary = await _train_in(
-                *(paths, settings, recipe, environments, devices), callbacks=callbacks, abort=abort, outside=outside
+                *(paths, settings, recipe, environments, devices),
+                callbacks=callbacks,
+                abort=abort,
+                resume_with=resume_with,
+                outside=outside,
             )
         except Exception as error:
             await asyncio.to_thread(_write_failed, settings, paths, error)
@@ -125,6 +131,7 @@ async def _train_in(
     *,
     callbacks: Callbacks,
     abort: Callable[[ExitCode], NoReturn],
+    resume_with: str,
     outside: OutsideProgram | None,
 ) -> RunSummary:
     """Train in a folder that is this run's alone."""
@@ -171,7 +178,7 @@ async def _train_in(
         await stack.enter_async_context(page_beside(observability.ui, paths.root, paths.logs / "dashboard.log"))
         async with compose(ground) as run:
             live.follow(run.view)
-            with _stop_signals(run, live, abort) as signals:
+            with _stop_signals(run, live, abort, resume_with) as signals:
                 async with (
                     callbacks.delivered(run.orchestrator.request_stop),
                     _watched(run, signals),
@@ -196,22 +203,34 @@ def checked_environments(settings: RunSettings, given: Mapping[str, object]) -> 
     return environments
 
 
-def _stop_signals(run: ComposedRun, live: LiveView, abort: Callable[[ExitCode], NoReturn]) -> StopSignals:
+def _stop_signals(
+    run: ComposedRun, live: LiveView, abort: Callable[[ExitCode], NoReturn], resume_with: str
+) -> StopSignals:
     """Once: an orderly stop. Twice: everything at once."""
     requests: set[asyncio.Task[None]] = set()
+    paths = run.ground.paths
 
     def request_stop(code: ExitCode) -> None:
         why, at_once = _STOPPED_BY[code]
         _logger.warning("stopping, with a last save: %s to stop at once", at_once)
+        _logger.warning("afterwards: %s (from %s)", resume_with, paths.checkpoints)
         stop = run.orchestrator.request_stop(RunStatus.CANCELLED, why, hurried=code in _HURRIED)
         requests.add(asyncio.ensure_future(stop))
 
     def end_at_once(code: ExitCode) -> None:
         run.kill()
         live.release_terminal()
+        _tell_at_once(paths, resume_with)
         abort(code)
 
     return StopSignals(request_stop, end_at_once)
+
+
+def _tell_at_once(paths: RunPaths, resume_with: str) -> None:
+    """How to go on, if there is a checkpoint: past the log, whose locks may be held when a signal's handler runs."""
+    with contextlib.suppress(OSError):
+        if checkpoint := paths.newest_checkpoint():
+            os.write(2, f"stopped at once; go on from {checkpoint} with {resume_with}\n".encode())
 
 
 @contextlib.asynccontextmanager
