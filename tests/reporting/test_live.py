@@ -123,7 +123,8 @@ def test_the_live_view_shows_every_figure(width: int) -> None:
         "checkpoint written",
         "▁▅█",
         "rate 0.0008",
-        "KL 0.002  entropy 0.83  gradient 0.31",
+        "entropy 0.83",
+        "KL 0.002  gradient 0.31",
     ):
         assert promised in text
 
@@ -134,6 +135,19 @@ def test_figures_of_a_run_of_the_usual_size_and_what_is_drawn_beside_them_are_wh
     text = text_of(view, width)
     assert re.search(r"280 of 320 rollouts +[━╸]+ *$", text, flags=re.MULTILINE)
     assert re.search(r"1\.000 ± 0\.143 +▁[▁-█]+█( |$)", text, flags=re.MULTILINE)
+
+
+def test_small_figures_of_the_policy_and_what_the_run_waits_for_are_whole_at_80_columns() -> None:
+    names = ("training/kl", "training/entropy", "training/grad_norm")
+    small = {name: Curve.of([value]) for name, value in zip(names, (-1.2e-09, 1.2e-05, 1.2e-05), strict=True)}
+    waiting_for = "the trainer to finish step 2 (enough finished groups wait for it) and 64 rollouts to finish"
+    view = replace(a_view(), learning_rate=0.000796, curves=small, waiting_for=waiting_for)
+    text = text_of(view, 80, remaining_s=41.0, log_lines=LOG_LINES)
+    assert "…" not in text
+    assert "KL -1.2e-09  gradient 1.2e-05" in text
+    assert "entropy 1.2e-05" in text
+    assert waiting_for in " ".join(text.split())
+    assert len(text.rstrip("\n").splitlines()) < 24
 
 
 def test_the_figures_of_a_large_run_are_whole_where_there_is_room() -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tailrace.errors import DataError
@@ -58,6 +59,15 @@ def test_the_text_tells_every_bias_next_to_the_throughput() -> None:
     assert "length ratio 0.980 · loss length ratio 0.910 · 9,400 tokens wasted · 1,200 masked (1.2 %)" in text
     assert "0.80 versions mean, 3 max" in text
     assert "trainer 4.2 s for a batch · admission 80 s engines full, 2.2 s budget spent" in text
+
+
+def test_on_a_terminal_of_80_columns_the_text_breaks_only_between_words() -> None:
+    reasons = {"cancelled": {"run_ended": 128}, "filtered": {"zero_spread": 112, "stale": 8}}
+    ledger = LedgerSummary(by_state={"trained": 2_432, "filtered": 120, "cancelled": 128}, by_reason=reasons)
+    summary = msgspec.structs.replace(a_summary(), ledger=ledger, training_tokens_per_s=1e4, tokens_per_cpu_s=5e3)
+    whole, broken = summary_text(summary), summary_text(summary, 80)
+    assert max(map(len, whole.splitlines())) > 80 >= max(map(len, broken.splitlines()))
+    assert broken.split() == whole.split()
 
 
 def test_a_ledger_that_does_not_balance_is_not_called_balanced() -> None:

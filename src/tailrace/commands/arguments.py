@@ -62,6 +62,12 @@ def show(text: str) -> None:
     Console().print(text, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 
+def terminal_columns() -> int | None:
+    """Of standard output; None where that is no terminal, whose lines need not fit anything."""
+    console = Console()
+    return console.width if console.is_terminal else None
+
+
 def refuse(overrides: list[str]) -> None:
     """Raise `SettingsError` where a command that takes no settings was given some."""
     if overrides:

@@ -19,6 +19,7 @@ from tailrace.commands.arguments import (
     Steps,
     run_to_end,
     show,
+    terminal_columns,
 )
 from tailrace.errors import SettingsError
 
@@ -72,7 +73,7 @@ class Train:
             resume_with = f"tailrace train {shlex.quote(self.recipe)} --name {settings.name} --resume"
             table = read_settings_file(self.recipe).table
             summary = run_to_end(train(settings, recipe=table, resume_with=resume_with))
-        show(summary_text(summary))
+        show(summary_text(summary, terminal_columns()))
         show(f"  in          runs/{settings.name}")
         stopped = (ExitCode.INTERRUPTED, ExitCode.TERMINATED, ExitCode.PREEMPTED)
         if summary.exit_code in stopped and summary.checkpoint_path:

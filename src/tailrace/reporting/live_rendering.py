@@ -6,6 +6,7 @@ import math
 import textwrap
 from collections.abc import Sequence
 
+from rich.cells import cell_len
 from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.rule import Rule
@@ -39,6 +40,7 @@ _SPARK_WIDTH = 24
 _LABELS = 9
 _ROOMY = 70
 """Columns from which one side of the view has room for long figures."""
+_LEAST_BAR = 10
 _COURSES = {"KL": "training/kl", "entropy": "training/entropy", "gradient": "training/grad_norm"}
 _LEAST_CURVE_ROWS, _MOST_CURVE_ROWS = 6, 10
 _LEAST_CURVE = 34
@@ -59,14 +61,16 @@ def run_screen(
     wide = width >= _TWO_COLUMNS
     column = (width - 8) // 2 if wide else width - 4
     learning, flow = _learning(view, column), _flow(view, column)
+    progress, stage = _progress(view, remaining_s, width)
     parts: list[RenderableType] = [
         Text(),
         _header(view),
-        _progress(view, remaining_s, width),
+        progress,
+        *stage,
         Text(),
         Padding(_beside(learning, flow) if wide else Group(learning, flow), (0, 2)),
     ]
-    rows = max(learning.row_count, flow.row_count) if wide else learning.row_count + flow.row_count
+    rows = len(stage) + (max(learning.row_count, flow.row_count) if wide else learning.row_count + flow.row_count)
     advice = [_advice(one, width) for one in view.advice[: max(0, min(_MOST_ADVICE, height - 6 - rows))]]
     if advice:
         parts += [Text(), *advice]
@@ -96,7 +100,8 @@ def _header(view: RunView) -> RenderableType:
     return Padding(grid, (0, 2))
 
 
-def _progress(view: RunView, remaining_s: float | None, width: int) -> RenderableType:
+def _progress(view: RunView, remaining_s: float | None, width: int) -> tuple[Text, list[Text]]:
+    """How far the run is, and the lines below it: where it stands, if there is no room for that beside the bar."""
     of = f" of {view.max_steps:,}" if view.max_steps else ""
     left = f" · {clock(remaining_s)} left" if remaining_s is not None else ""
     step = (f"step {view.step:,}", of) if view.has_begun else ("starting", "")
@@ -104,11 +109,14 @@ def _progress(view: RunView, remaining_s: float | None, width: int) -> Renderabl
         (step[0], "bold"), (step[1], _LABEL), (f" · {clock(view.elapsed_s)}", _LABEL), (left, _ACCENT)
     )
     stage = view.waiting_for or ("" if view.stage in ("training", "starting") else view.stage)
-    if stage:
-        words.append(f" · {stage}", style=_WARN if view.waiting_for else "italic")
+    style, below = _WARN if view.waiting_for else "italic", []
+    if stage and words.cell_len + 3 + cell_len(stage) + 6 + _LEAST_BAR > width:
+        below = [Text(f"  {line}", style=style) for line in textwrap.wrap(stage, max(_LEAST_BAR, width - 4))]
+    elif stage:
+        words.append(f" · {stage}", style=style)
     full = view.max_steps or max(view.step, 1)
-    bar = _bar(view.step / full, max(10, width - words.cell_len - 6), _ACCENT)
-    return Text.assemble("  ", bar, "  ", words, no_wrap=True, overflow="ellipsis")
+    bar = _bar(view.step / full, max(_LEAST_BAR, width - words.cell_len - 6), _ACCENT)
+    return Text.assemble("  ", bar, "  ", words, no_wrap=True, overflow="ellipsis"), below
 
 
 def _advice(one: Advice, width: int) -> Text:
@@ -125,7 +133,7 @@ def _learning(view: RunView, width: int) -> Table:
     grid.add_row("", *_reward_detail(view))
     if view.held_out or view.evaluating_step is not None:
         grid.add_row("held out", *_held_out(view))
-    grid.add_row("policy", Text.assemble(("version ", _LABEL), f"{view.policy_version:,}"), "")
+    grid.add_row("policy", Text.assemble(("version ", _LABEL), f"{view.policy_version:,}"), _newest(view, "entropy"))
     grid.add_row("update", *_update(view))
     grid.add_row("staleness", *_staleness(view))
     grid.add_row("generate", _rate(view.generation_tokens_per_s), _spark(view.generation_tokens_per_s, rest, _SECOND))
@@ -209,14 +217,19 @@ def _held_out(view: RunView) -> tuple[Text, Text]:
 
 
 def _update(view: RunView) -> tuple[Text, Text]:
-    """The newest step's learning rate, and what it says of the policy."""
+    """The newest step's learning rate, and how far it moved the policy."""
     if view.learning_rate is None:
         return Text(NOTHING, style=_LABEL), Text()
-    moved = Text()
-    for label, name in _COURSES.items():
-        if (curve := view.curves.get(name)) is not None and curve.newest is not None:
-            moved.append(f"{label} ", style=_LABEL).append(f"{curve.newest:.2g}  ")
+    moved = Text("  ").join(found for label in ("KL", "gradient") if (found := _newest(view, label)))
     return Text.assemble(("rate ", _LABEL), f"{view.learning_rate:.3g}"), moved
+
+
+def _newest(view: RunView, label: str) -> Text:
+    """Of one of `_COURSES`; empty while there is nothing of it."""
+    curve = view.curves.get(_COURSES[label])
+    if curve is None or curve.newest is None:
+        return Text()
+    return Text.assemble((f"{label} ", _LABEL), f"{curve.newest:.2g}")
 
 
 def _curves(view: RunView, width: int, rows: int) -> RenderableType:

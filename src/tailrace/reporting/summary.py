@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import textwrap
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -16,6 +17,7 @@ from tailrace.reporting.formats import clock, compact, num_bytes, plural, second
 from tailrace.scheduling import Ledger
 
 SUMMARY_FILE = "summary.json"
+_LEAST_COLUMNS = 16
 
 
 class LedgerSummary(msgspec.Struct, frozen=True, kw_only=True):
@@ -190,11 +192,24 @@ def summed_up_s(run_folder: Path) -> float:
     return 0.0
 
 
-def summary_text(summary: RunSummary) -> str:
-    """The end of a run in a few lines, for the terminal."""
-    width = max(len(label) for label, _ in summary_lines(summary))
-    lines = [f"  {label.ljust(width)}  {text}" for label, text in summary_lines(summary)]
+def summary_text(summary: RunSummary, width: int | None = None) -> str:
+    """The end of a run in a few lines, for a terminal of so many columns: between words it goes on below."""
+    labelled = summary_lines(summary)
+    margin = max(len(label) for label, _ in labelled) + 4
+    lines = []
+    for label, text in labelled:
+        columns = None if width is None else max(_LEAST_COLUMNS, width - margin)
+        first, *more = _broken(text, columns)
+        lines += [f"  {label}".ljust(margin) + first, *(" " * margin + line for line in more)]
     return "\n".join(lines)
+
+
+def _broken(text: str, columns: int | None) -> list[str]:
+    lines = text.split("\n")
+    if columns is None:
+        return lines
+    wrapped = (textwrap.wrap(line, columns, break_long_words=False, break_on_hyphens=False) for line in lines)
+    return [line for parts in wrapped for line in parts or [""]]
 
 
 def summary_lines(summary: RunSummary) -> list[tuple[str, str]]:
