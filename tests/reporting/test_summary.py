@@ -70,6 +70,12 @@ def test_on_a_terminal_of_80_columns_the_text_breaks_only_between_words() -> Non
     assert broken.split() == whole.split()
 
 
+def test_the_text_says_of_how_many_steps_the_last_reward_is() -> None:
+    assert "0.210 at first, 0.930 at last" in summary_text(a_summary())
+    several = msgspec.structs.replace(a_summary(), reward_last_steps=8)
+    assert "0.210 at first, 0.930 over the last 8 steps" in summary_text(several)
+
+
 def test_a_ledger_that_does_not_balance_is_not_called_balanced() -> None:
     assert LedgerSummary(admitted=3, in_flight=1, by_state={"trained": 1}).invariant_line().startswith("admitted 3 ≠")
 

@@ -73,6 +73,18 @@ def test_a_policy_that_moves_far_is_no_mismatch_while_fresh_tokens_show_that_wei
     assert RunTotals([*vouched, moved_far | {fresh: 0.2}]).mismatch == fresh
 
 
+def test_the_last_reward_is_of_the_last_quarter_of_the_steps_by_their_rollouts() -> None:
+    """In the last step's time no group of equal rewards ended: it alone would read low."""
+    filtered = {"rollout/filtered/zero_spread": 12}
+    lines = [{**LINES[0], "step": step, "reward/mean": 0.9, "rollout/trained": 4, **filtered} for step in range(1, 8)]
+    last = {**LINES[0], "step": 8, "reward/mean": 0.6, "rollout/trained": 4}
+    totals = RunTotals([*lines, last])
+    assert (totals.reward_last, totals.reward_last_steps) == (pytest.approx((16 * 0.9 + 4 * 0.6) / 20), 2)
+    assert (RunTotals(LINES).reward_last, RunTotals(LINES).reward_last_steps) == (pytest.approx(0.4), 1)
+    assert RunTotals(lines * 10).reward_last_steps == 8
+    assert (RunTotals().reward_last, RunTotals().reward_last_steps) == (None, 0)
+
+
 def test_a_skipped_step_trained_nothing() -> None:
     totals = RunTotals(LINES)
     assert (totals.tokens_trained, totals.rollouts_trained) == (10 + 20 + 40, 12)

@@ -20,6 +20,8 @@ that is not finite is `null`. An evaluation writes a line of its own, with the s
 The rewards of a step are those of the rollouts in its file, `rollouts/step_000012.jsonl`, that were trained or
 filtered: each rollout counts once, in the step that it ended in, and every step has some. Groups that were left out
 because their rewards are all equal belong to them: without those a task that is nearly solved would look half solved.
+While a run's last batches are trained nothing is sampled any more and no such group ends, so `reward/mean` reads low
+there: the summary and the report tell the reward over the last quarter of the steps, 8 at most.
 
 *Reduction* says how the values of one step become one number: `mean` and `std` are weighted (a value that stands for n
 tokens has weight n), `last` is the newest value, `total` that of a count over all starts of the run. Names with

@@ -114,8 +114,9 @@ def _tiles(run: RunFolder) -> list[Tile]:
     generated, trained = run.series("generation/tokens_per_s"), run.series("training/tokens_per_s")
     stale_mean, stale_max = run.series("staleness/mean"), run.series("staleness/max")
     steps = len(reward.steps) if summary is None else summary.steps
+    newest = reward.last if summary is None or summary.reward_last is None else summary.reward_last
     tiles = [
-        Tile("Reward", _fixed(reward.last), f"from {_fixed(reward.values[0])}" if reward.values else ""),
+        Tile("Reward", _fixed(newest), f"from {_fixed(reward.values[0])}" if reward.values else ""),
         *_held_out_tiles(summary),
         Tile("Steps", compact(steps), f"policy version {compact(version.last or 0)}"),
         Tile("Generated", _average(generated.values), "tokens/s, mean"),

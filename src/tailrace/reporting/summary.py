@@ -120,9 +120,11 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
 
     ledger: LedgerSummary = LedgerSummary()
     reward_first: float | None = None
-    """Mean reward of the first step; `reward_last` of the last."""
+    """Mean reward of the first step; `reward_last` over the rollouts of the last `reward_last_steps`."""
     reward_last: float | None = None
+    reward_last_steps: int = 1
     reward_best: float | None = None
+    """Of one step."""
     evaluations: dict[str, EvaluationSummary] = {}
     """On held-out tasks, beside training, by environment."""
 
@@ -243,7 +245,8 @@ def _rewards(summary: RunSummary) -> str:
     if summary.reward_first is None or summary.reward_last is None:
         return ""
     best = "" if summary.reward_best is None else f" (best {summary.reward_best:.3f})"
-    return f"{summary.reward_first:.3f} at first, {summary.reward_last:.3f} at last{best}"
+    last = "at last" if summary.reward_last_steps <= 1 else f"over the last {summary.reward_last_steps} steps"
+    return f"{summary.reward_first:.3f} at first, {summary.reward_last:.3f} {last}{best}"
 
 
 def _rollouts(ledger: LedgerSummary) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -32,6 +32,8 @@ MISMATCH_CAUSES = {
     _ALL: "the generator holds other weights, or steps move the policy that far (lower "
     "trainer.learning_rate, or raise trainer.warmup_steps)",
 }
+_LAST_STEPS = 8
+"""Of the last reward, at most."""
 CURVES = ("training/kl", "training/entropy", "training/grad_norm")
 """Metrics whose course the live view draws, beside the reward."""
 
@@ -64,6 +66,9 @@ class RunTotals:
         self.mismatched_steps = 0
         self.rewards = Curve()
         """One mean per step, like the rates below."""
+        self._last_rewards: deque[tuple[float, float]] = deque(maxlen=_LAST_STEPS)
+        """Mean and number of rollouts, of the newest steps that have a mean."""
+        self._reward_steps = 0
         self.generation_tokens_per_s = Curve()
         self.training_tokens_per_s = Curve()
         self.curves: defaultdict[str, Curve] = defaultdict(Curve)
@@ -121,6 +126,22 @@ class RunTotals:
         """Over tokens that bore loss."""
         return self._staleness_sum / max(1, self.tokens_trained)
 
+    @property
+    def reward_last_steps(self) -> int:
+        """Of how many steps `reward_last` is: the last quarter of them, 8 at most, and one at least; 0 without any."""
+        return min(self._reward_steps, max(1, min(_LAST_STEPS, self._reward_steps // 4)))
+
+    @property
+    def reward_last(self) -> float | None:
+        """Mean over the rollouts of the last steps.
+
+        One alone would read low at the end of a run: groups whose rewards are all equal count in the step in whose time
+        they ended, and while the last batches are trained nothing is sampled any more.
+        """
+        newest = [*self._last_rewards][-self.reward_last_steps :]
+        rollouts = sum(weight for _, weight in newest)
+        return sum(mean * weight for mean, weight in newest) / rollouts if rollouts else None
+
     def ratios(self) -> dict[str, float]:
         """The biases of asynchrony over the run, by their metrics' names; absent while they are unknown.
 
@@ -175,12 +196,20 @@ class RunTotals:
         self.mismatched_steps += self.mismatch is not None
         if "reward/mean" in metrics:
             self.rewards.add(metrics["reward/mean"])
+            self._reward_steps += 1
+            self._last_rewards.append((metrics["reward/mean"], max(1.0, _rewarded(metrics))))
         for name in CURVES:
             if name in metrics:
                 self.curves[name].add(metrics[name])
         self.generation_tokens_per_s.add(metrics.get("generation/tokens_per_s", 0.0))
         self.training_tokens_per_s.add(loss_tokens / max(wall_s - self.wall_s, 1e-9))
         self.wall_s = wall_s
+
+
+def _rewarded(metrics: Mapping[str, float]) -> float:
+    """How many rollouts a step's mean reward is of."""
+    filtered = sum(count for name, count in metrics.items() if name.startswith("rollout/filtered/"))
+    return metrics.get("rollout/trained", metrics.get("batch/rollouts", 0.0)) + filtered
 
 
 def mismatch_in(metrics: Mapping[str, float], unconfirmed_steps: int) -> str | None:
