@@ -14,7 +14,8 @@ import psutil
 import pytest
 
 from tailrace.errors import DataError
-from tests.run.runs import IMPORTS, PATIENCE_S, TINY, command, environment, run_inline
+from tailrace.run.folder import open_run_folder, record_settings
+from tests.run.runs import IMPORTS, PATIENCE_S, TINY, command, environment, run_inline, tiny_settings
 from tests.support.descendants import still_run
 
 pytestmark = pytest.mark.skipif(not Path("/proc").exists(), reason="looks at processes through /proc")
@@ -119,3 +120,29 @@ async def test_so_is_that_of_a_run_whose_last_save_was_of_the_initial_model(tmp_
     assert (tmp_path / "run" / "checkpoints" / "step_000000").is_dir()
     assert (await run_inline(tmp_path, "--max_steps", "1")).exit_code == 0
     assert (tmp_path / "run" / "superseded" / "start_1" / "checkpoints" / "step_000000").is_dir()
+
+
+def test_so_is_that_of_a_run_after_which_a_start_was_refused(tmp_path: Path) -> None:
+    """The refused start has set aside what the run left: nothing else is in the folder then."""
+    settings = tiny_settings("--max_steps", "1")
+    with open_run_folder(settings, tmp_path) as paths:
+        record_settings(settings, paths, None)
+    for _ in range(3):
+        with open_run_folder(settings, tmp_path):
+            pass
+    assert [path.name for path in paths.superseded.iterdir()] == ["start_1"]
+
+
+def test_a_tokenizer_alone_is_what_a_refused_start_left(tmp_path: Path) -> None:
+    settings = tiny_settings("--max_steps", "1")
+    (tmp_path / settings.name / "tokenizer").mkdir(parents=True)
+    with open_run_folder(settings, tmp_path) as paths:
+        assert (paths.superseded / "start_1" / "tokenizer").is_dir()
+
+
+def test_a_folder_with_anything_else_in_it_is_left_alone(tmp_path: Path) -> None:
+    settings = tiny_settings("--max_steps", "1")
+    (tmp_path / settings.name / "superseded" / "start_1").mkdir(parents=True)
+    (tmp_path / settings.name / "notes.txt").write_text("mine")
+    with pytest.raises(DataError, match="exists already"), open_run_folder(settings, tmp_path):
+        pass

@@ -158,7 +158,8 @@ def open_run_folder(settings: RunSettings, parent: Path) -> Iterator[RunPaths]:
 
 def _is_before_first_step(paths: RunPaths) -> bool:
     """Whether the folder is that of a run which ended before it had trained at all: its name may be used again."""
-    if not paths.events.is_file() and not paths.settings.is_file():
+    has_begun = paths.events.is_file() or paths.settings.is_file()
+    if not has_begun and not _left_by_starts(paths).issuperset(paths.root.iterdir()):
         return False  # whatever it is, no run made it
     has_trained = any(path != paths.checkpoint(0) for path in paths.checkpoints.glob("step_*"))
     if has_trained or (paths.superseded / paths.metrics.name).exists():
@@ -167,15 +168,22 @@ def _is_before_first_step(paths: RunPaths) -> bool:
     return not any(map(_step_of, lines))
 
 
+def _left_by_starts(paths: RunPaths) -> set[Path]:
+    """What may be in the folder once a start was refused before its settings were written."""
+    return {paths.root / OWNER_FILE, paths.superseded, paths.tokenizer}
+
+
 def _set_aside(paths: RunPaths) -> None:
     """Move what such a run left to `superseded/`, where nothing is lost. Raises `DataError`."""
+    left = [path for path in paths.root.iterdir() if path.name != OWNER_FILE and path != paths.superseded]
+    if not left:
+        return
     number = len([*paths.superseded.glob("start_*")]) + 1
     aside = paths.superseded / f"start_{number}"
     with writing(paths.root):
         aside.mkdir(parents=True)
-        for path in [*paths.root.iterdir()]:
-            if path.name != OWNER_FILE and path != paths.superseded:
-                path.rename(aside / path.name)
+        for path in left:
+            path.rename(aside / path.name)
     _logger.info("the run of before ended before its first step; what it left is in %s", aside)
 
 
