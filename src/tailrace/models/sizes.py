@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 
+from tailrace.errors import ModelError
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -46,10 +48,12 @@ class ModelSizes:
 
 
 def model_sizes(model: PreTrainedModel) -> ModelSizes:
-    """Of a model in transformers' layout, which may be without memory."""
+    """Of a model in transformers' layout, which may be without memory. Raises `ModelError` where nothing attends."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     config: Any = model.config.get_text_config()
+    if not getattr(config, "num_attention_heads", None):
+        raise ModelError(f"{type(model).__name__} has no attention, which sizes are counted by")
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     ends = [one for one in (model.get_input_embeddings(), model.get_output_embeddings()) if one is not None]
     outer = {id(weight) for end in ends for weight in end.parameters()}

@@ -30,11 +30,12 @@ def describe_memory(settings: RunSettings) -> list[str]:
     """
     try:
         outline = outline_of(settings.model.name)
+        sizes = model_sizes(outline)
     except ModelError as error:
         if settings.model.name.startswith(BUNDLED_PREFIX):  # others may be found where the run will be
             raise
         return [f"What it needs of memory is not known here: {error}"]
-    sizes, adapter = model_sizes(outline), adapter_sizes(outline, settings.trainer.lora)
+    adapter = adapter_sizes(outline, settings.trainer.lora)
     trainer = _trainer(settings, sizes, adapter) if settings.trainer.feed == "batch" else ()
     return [*trainer, *_generators(settings, sizes, adapter), *_teacher(settings)]
 

@@ -42,6 +42,7 @@ from tailrace.run.devices import describe_devices, role_devices
 from tailrace.run.engines import require_engine
 from tailrace.run.folder import RunPaths, open_run_folder, record_settings, writing
 from tailrace.run.limits import require_room
+from tailrace.run.model_checks import require_known_files
 from tailrace.run.notices import wait_for_notice
 from tailrace.run.outside_trainer import OutsideProgram, program_beside, require_program
 from tailrace.run.page import page_beside, require_page, views_of_report
@@ -104,6 +105,7 @@ async def train(
         share_one_arena()
     devices = await asyncio.to_thread(role_devices, settings)
     environments = await asyncio.to_thread(checked_environments, settings, given)
+    await asyncio.to_thread(require_known_files, settings)
     with open_run_folder(settings, parent) as paths:
         try:
             summary = await _train_in(

@@ -46,7 +46,7 @@ class SlotModel:
         if self.device.type == "cuda":
             torch.backends.cuda.enable_cudnn_sdp(False)  # it plans each new shape, and shapes change all the time
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
-        self._require_supported()
+        require_supported(model)
         self.layers = self._replace_attention()
         self.acceleration = self._accelerate(native_kernels)
         self._weights = ModelWeights(model, self.acceleration)
@@ -80,18 +80,6 @@ class SlotModel:
 
     def _precision(self) -> AbstractContextManager[Any]:
         return torch.autocast(self.device.type, dtype=self.dtype, enabled=self._autocast, cache_enabled=False)
-
-    def _require_supported(self) -> None:
-        strange = set(getattr(self.config, "layer_types", None) or ()) - SUPPORTED_LAYER_TYPES
-        if strange:
-            raise ModelError(
-                f"{self.name} cannot run on the torch engine: it has layers of type {', '.join(sorted(strange))}, "
-                "whose state is more than keys and values"
-            )
-        if not getattr(self.model, "_supports_attention_backend", False):
-            raise ModelError(
-                f"{self.name} cannot run on the torch engine: it does not support transformers' attention interface"
-            )
 
     @torch.inference_mode()
     def _accelerate(self, native_kernels: bool) -> EngineAcceleration | None:
@@ -146,6 +134,21 @@ class SlotModel:
                 f"keys and values (log-probabilities differ by {difference:.3g} nats on a probe)"
             )
         return layers
+
+
+def require_supported(model: PreTrainedModel) -> None:
+    """Raise `ModelError` where a model's class and configuration rule this engine out; it may be without memory."""
+    name = type(model).__name__
+    strange = set(getattr(model.config.get_text_config(), "layer_types", None) or ()) - SUPPORTED_LAYER_TYPES
+    if strange:
+        raise ModelError(
+            f"{name} cannot run on the torch engine: it has layers of type {', '.join(sorted(strange))}, "
+            "whose state is more than keys and values"
+        )
+    if not getattr(model, "_supports_attention_backend", False):
+        raise ModelError(
+            f"{name} cannot run on the torch engine: it does not support transformers' attention interface"
+        )
 
 
 def _difference(own: torch.Tensor, ours: torch.Tensor) -> float:

@@ -1,0 +1,80 @@
+"""What the files of a model on this machine tell before anything starts: whether it can be trained and served at all.
+
+A dry run looks at all that can be seen without weights. A run looks at what is free (files, headers), and only at a
+model whose config.json speaks of something else than attention as closely: that imports torch, which no other
+orchestrator needs. Models that are not on this machine are not looked at: nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from tailrace.config import RunSettings
+from tailrace.errors import ModelError
+from tailrace.models.files import read_json, require_tokenizer
+from tailrace.models.loading import BUNDLED_PREFIX, outline_of, require_chat_template, require_weights, resolve_model
+from tailrace.records import Json
+from tailrace.run.parts import make_renderer, within_own_context
+
+_NUMBERS_OF_HEADS = {"num_attention_heads", "n_head"}
+_MAY_BE_REFUSED = re.compile(r"mamba|rwkv|ssm|lru|recurrent|conv|linear_|state_size|encoder_decoder", re.IGNORECASE)
+"""What configurations of models say that have more than attention; others that do are looked at for nothing."""
+
+
+def require_known_files(settings: RunSettings) -> None:
+    """Raise `ModelError` for a model of this machine that cannot be trained or served; others are not looked at.
+
+    Most are read without torch and transformers.
+    """
+    name = settings.model.name
+    source = resolve_model(name)
+    if not source.is_local or source.gguf_file:
+        return
+    folder = Path(source.location)
+    require_tokenizer(name, folder)
+    if (folder / "tokenizer.json").is_file():
+        require_chat_template(name, folder)
+    require_weights(name)
+    if _may_be_refused(read_json(folder / "config.json")):
+        _require_architecture(settings)
+
+
+def as_planned(settings: RunSettings) -> RunSettings:
+    """The settings with the model's own context, as a run goes by them, once all that can be seen was looked at.
+
+    Imports transformers. Raises `ModelError` and `SettingsError` as a run would; a model that is not on this machine
+    may be where the run will be.
+    """
+    if not _is_here(settings.model.name):
+        return settings
+    require_known_files(settings)
+    _require_architecture(settings)
+    with tempfile.TemporaryDirectory(prefix="tailrace-plan-") as folder:
+        return within_own_context(settings, make_renderer(settings, Path(folder)))
+
+
+def _is_here(name: str) -> bool:
+    try:
+        return resolve_model(name).is_local
+    except ModelError:
+        if name.startswith(BUNDLED_PREFIX) or Path(name).expanduser().exists():
+            raise
+        return False
+
+
+def _may_be_refused(config: Mapping[str, Json]) -> bool:
+    text = config.get("text_config")
+    told = {key: value for key, value in (text if isinstance(text, dict) else config).items() if value}
+    return not told.keys() & _NUMBERS_OF_HEADS or bool(_MAY_BE_REFUSED.search(json.dumps(told)))
+
+
+def _require_architecture(settings: RunSettings) -> None:
+    outline = outline_of(settings.model.name)
+    if settings.generator.engine == "torch" and not settings.generator.connect:
+        from tailrace.generation.engines.torch.model import require_supported
+
+        require_supported(outline)

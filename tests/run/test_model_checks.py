@@ -1,0 +1,105 @@
+"""A dry run refuses a model of this machine as the run would, and looks at no other."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
+
+from tailrace.cli import main
+from tailrace.models.loading import copy_tokenizer
+from tailrace.run.model_checks import as_planned, require_known_files
+from tests.run.runs import TINY, environment, tiny_settings
+from tests.support.bundled_models import BUNDLED, copy_bundled
+from tests.support.state_models import save_state_model
+
+
+def without_end(folder: Path) -> Path:
+    """Its template closes replies with no token."""
+    copy_bundled(folder)
+    for name, key in (("tokenizer_config.json", "eos_token"), ("config.json", "eos_token_id")):
+        told = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps({one: value for one, value in told.items() if one != key}))
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    (folder / "chat_template.jinja").write_text("{% for message in messages %}{{ message['content'] }}{% endfor %}")
+    return folder
+
+
+def without(name: str) -> Callable[[Path], Path]:
+    def make(folder: Path) -> Path:
+        (copy_bundled(folder) / name).unlink()
+        return folder
+
+    return make
+
+
+def cut(folder: Path) -> Path:
+    [weights] = copy_bundled(folder).glob("*.safetensors")
+    weights.write_bytes(weights.read_bytes()[:-100])
+    return folder
+
+
+def encoder_decoder(folder: Path) -> Path:
+    config = T5Config(vocab_size=512, d_model=16, d_kv=4, d_ff=32, num_layers=1, num_heads=4)
+    T5ForConditionalGeneration(config).save_pretrained(folder)
+    copy_tokenizer(BUNDLED, folder)
+    return folder
+
+
+def broken_gguf(folder: Path) -> Path:
+    folder.mkdir()
+    (folder / "model.gguf").write_bytes(b"GGUF\x03\x00\x00\x00" + b"\x01" * 20)
+    return folder / "model.gguf"
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (save_state_model, "MambaForCausalLM cannot run on the torch engine: it has layers of type linear_attention"),
+        (encoder_decoder, "(transformers has no causal language model of this architecture: choose another model)"),
+        pytest.param(
+            *(broken_gguf, "(its files are incomplete or broken)"),
+            marks=pytest.mark.skipif(find_spec("gguf") is None, reason="needs gguf"),
+        ),
+        (without("tokenizer.json"), "holds no tokenizer"),
+        (without("model.safetensors"), "holds no weights"),
+        (without("chat_template.jinja"), "has no chat template"),
+        (without_end, "names a token that ends a reply"),
+        (cut, "is cut short"),
+    ],
+)
+def test_what_a_run_would_refuse_is_refused(
+    make: Callable[[Path], Path], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = str(make(tmp_path / "model"))
+    assert main(["train", "quickstart", *TINY, *environment("words"), "--dry-run", "--model.name", model]) == 2
+    printed = capsys.readouterr()
+    assert message in printed.err
+    assert printed.out == ""
+
+
+def test_a_model_that_another_engine_may_serve_is_planned_without_its_memory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = ("--model.name", str(save_state_model(tmp_path / "mamba")), "--generator.connect", "tcp://127.0.0.1:1")
+    assert main(["train", "quickstart", *TINY, *environment("words"), *model, "--max_steps", "1", "--dry-run"]) == 0
+    assert "memory is not known here: MambaForCausalLM has no attention" in capsys.readouterr().out
+
+
+def test_a_plan_goes_by_the_model_s_own_context(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    GPT2LMHeadModel(GPT2Config(vocab_size=512, n_embd=16, n_layer=1, n_head=2, n_positions=256)).save_pretrained(
+        tmp_path
+    )
+    copy_tokenizer(BUNDLED, tmp_path)
+    assert main(["train", "quickstart", "--dry-run", "--model.name", str(tmp_path)]) == 0
+    assert "keys and values of 64 requests of 256 tokens" in capsys.readouterr().out
+
+
+def test_what_is_not_here_is_not_looked_at() -> None:
+    elsewhere = tiny_settings("--model.name", "someone/some-model")
+    require_known_files(elsewhere)
+    assert as_planned(elsewhere) is elsewhere
