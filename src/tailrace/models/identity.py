@@ -23,16 +23,36 @@ _SAMPLED_BYTES, _SAMPLES = 1 << 16, 64
 _NOT_ARCHITECTURE = {
     "architectures",
     "attn_implementation",
+    "aux_loss_alpha",
     "bos_token_id",
+    "chunk_size_feed_forward",
     "dtype",
     "eos_token_id",
+    "finetuning_task",
+    "id2label",
+    "init_std",
+    "initializer_factor",
+    "initializer_range",
+    "label2id",
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
     "pad_token_id",
+    "pretraining_tp",
+    "problem_type",
     "quantization_config",
+    "return_dict",
+    "router_aux_loss_coef",
+    "router_jitter_noise",
+    "router_z_loss_coef",
+    "task_specific_params",
     "torch_dtype",
     "transformers_version",
     "use_cache",
 }
 """What may differ in the configurations of two models that compute the same from the same weights."""
+_DROPOUTS = ("dropout", "dropout_p", "dropout_prob", "dropout_rate", "layerdrop", "pdrop")
+"""How the names of rates end that a model has in pretraining alone: nothing is dropped while tokens are sampled."""
 
 
 class ModelIdentity(msgspec.Struct, frozen=True):
@@ -67,13 +87,17 @@ def other_architecture(own: Mapping[str, Json], other: Mapping[str, Json]) -> li
     ['rope_theta is 500000.0 there and 10000.0 here']
     """
     found = []
-    for key in sorted(own.keys() & other.keys() - _NOT_ARCHITECTURE):
+    for key in sorted(filter(_is_architecture, own.keys() & other.keys())):
         here, there = own[key], other[key]
         if isinstance(here, dict) and isinstance(there, dict):
             found += [f"{key}.{difference}" for difference in other_architecture(here, there)]
-        elif here != there and not key.startswith("_"):
+        elif here != there:
             found.append(f"{key} is {json.dumps(there)} there and {json.dumps(here)} here")
     return found
+
+
+def _is_architecture(key: str) -> bool:
+    return key not in _NOT_ARCHITECTURE and not key.startswith("_") and not key.endswith(_DROPOUTS)
 
 
 def is_other(own: ModelIdentity, other: ModelIdentity) -> bool:
