@@ -77,10 +77,11 @@ class EqualRewards:
         rewards = [reward for _, reward in self._rollouts]
         lowest, highest = min(rewards), max(rewards)
         if any(self._reward_range(name) is not None for name, _ in self._rollouts):
+            found = f"rewards, from {lowest:g} to {highest:g}, are equal inside each group"
+            found = f"all rewards are {lowest:g}" if lowest == highest else found
             return (
-                f"rewards, from {lowest:g} to {highest:g}, are equal inside each group, and {self.solved} of "
-                f"{self._rollouts.total()} are {HIGHEST}: the policy has settled on one way of answering "
-                f"before it was right, {KEEPS_TRYING}"
+                f"{found}, and {self.solved or 'none'} of the {self._rollouts.total()} rollouts earned {HIGHEST}: "
+                f"the policy has settled on one way of answering before it was right, {KEEPS_TRYING}"
             )
         if lowest != highest:
             return f"rewards, from {lowest:g} to {highest:g}, are equal inside each group: replies differ too little"

@@ -168,8 +168,8 @@ class UntrainableStreak:
             if self._equal.have_converged(self._rollouts):
                 raise NothingLeft(f"converged: {self._equal.describe_converged()}")
             raise TrainingError(
-                f"the last {self._rollouts} rollouts held nothing to train on{self._equal.describe()}. So far "
-                f"{self._reasons()}; the log tells the first failure of each kind"
+                f"the last {self._rollouts} rollouts held nothing to train on{self._equal.describe()}."
+                f"{self._reasons('the log tells the first failure of each kind')}"
             )
 
     def formed(self) -> None:
@@ -182,7 +182,7 @@ class UntrainableStreak:
         if self._expired >= self._limit:
             raise TrainingError(
                 f"there was nothing to train on in the last {self._expired} rollouts that were ready once their batch "
-                f"was formed: it is older than scheduling.max_staleness allows, or empty. So far {self._reasons()}"
+                f"was formed: it is older than scheduling.max_staleness allows, or empty.{self._reasons()}"
             )
 
     def fail(self, failure: str, part: Part, *, now_s: float) -> None:
@@ -194,13 +194,16 @@ class UntrainableStreak:
         if lasted_s >= self._max_failing_s:
             raise TrainingError(
                 f"there is nothing to train on: for {lasted_s:.0f} s (scheduling.max_failing_s) {_MISSING[part]}. The "
-                f"newest failure: {failure}. So far {self._reasons()}; the log has a traceback of each kind"
+                f"newest failure: {failure}.{self._reasons('the log has a traceback of each kind')}"
             )
 
-    def _reasons(self) -> str:
+    def _reasons(self, where: str = "") -> str:
+        """A sentence about what failed and was filtered so far; `where` says where failures are told of."""
         failed, filtered = (self._ledger.reasons(state) for state in (TerminalState.FAILED, TerminalState.FILTERED))
-        return f"failed: {_counted(failed)}; filtered: {_counted(filtered)}"
+        told = [_counted("failed", failed), _counted("filtered", filtered), where if failed else ""]
+        return f" So far {'; '.join(filter(None, told))}" if failed or filtered else ""
 
 
-def _counted(reasons: Mapping[str, int]) -> str:
-    return ", ".join(f"{count} {reason}" for reason, count in reasons.items()) or "none"
+def _counted(state: str, reasons: Mapping[str, int]) -> str:
+    counts = ", ".join(f"{count} {reason}" for reason, count in reasons.items())
+    return counts and f"{state}: {counts}"
