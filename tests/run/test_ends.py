@@ -118,7 +118,7 @@ async def test_a_notice_of_preemption_in_the_folder_stops_with_a_last_save_and_i
 def test_a_run_in_which_nothing_moves_fails_and_every_process_tells_where_it_stands(
     tmp_path: Path, roles: tuple[str, ...]
 ) -> None:
-    watched = ("--observability.watchdog_s", "4" if roles else "8", "--max_steps", "1")
+    watched = ("--observability.watchdog_s", "8", "--max_steps", "1")
     with command(tmp_path, *roles, *environment("waiting"), *watched) as run:
         status, printed = run.wait()
         assert (status, run.leftovers()) == (1, []), printed
