@@ -304,6 +304,8 @@ def explained(source: ModelSource) -> Iterator[None]:
     except (OSError, ValueError, LookupError, ImportError, RuntimeError, struct.error, SafetensorError) as error:
         reason = str(error).strip().splitlines()
         found = reason[0] if reason else type(error).__name__
-        advice = _UNSUPPORTED_ADVICE if _UNSUPPORTED.search(found) else _BROKEN_ADVICE
-        advice = advice if source.is_local or advice is _UNSUPPORTED_ADVICE else _OFFLINE_ADVICE
+        if _UNSUPPORTED.search(found):
+            advice = _UNSUPPORTED_ADVICE
+        else:
+            advice = _BROKEN_ADVICE if source.is_local else _OFFLINE_ADVICE
         raise ModelError(f"model {source.name!r} cannot be loaded: {found} ({advice})") from error
