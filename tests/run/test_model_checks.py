@@ -82,6 +82,36 @@ def test_what_a_run_would_refuse_is_refused(
     assert printed.out == ""
 
 
+@pytest.mark.parametrize(
+    ("setting", "others", "unknown"),
+    [
+        ("trainer.loss.distillation.model", (), "What the teacher needs of memory is not known here"),
+        (
+            "trainer.loss.reference_kl.model",
+            ("--trainer.loss.reference_kl.coefficient", "0.1"),
+            "The reference model is not known here, and is counted as large as the trained one",
+        ),
+    ],
+)
+def test_a_model_beside_the_policy_is_refused_where_it_is_here(
+    setting: str, others: tuple[str, ...], unknown: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    renamed = str(copy_bundled(tmp_path / "renamed", drop_token=True))
+    plan = ("train", "quickstart", *TINY, *environment("words"), "--max_steps", "1", "--dry-run", *others)
+    assert main([*plan, f"--{setting}", renamed]) == 2
+    assert f"{setting} is '{renamed}', which has another vocabulary" in capsys.readouterr().err
+    assert main([*plan, f"--{setting}", "someone/some-model"]) == 0
+    assert unknown in capsys.readouterr().out
+
+
+def test_a_teacher_that_its_engine_cannot_serve_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = save_state_model(tmp_path / "mamba")
+    copy_tokenizer(BUNDLED, model)
+    teacher = ("--trainer.loss.distillation.model", str(model))
+    assert main(["train", "quickstart", *TINY, *environment("words"), "--dry-run", *teacher]) == 2
+    assert "MambaForCausalLM cannot run on the torch engine" in capsys.readouterr().err
+
+
 def test_a_model_that_another_engine_may_serve_is_planned_without_its_memory(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -42,6 +42,7 @@ def describe_memory(settings: RunSettings) -> list[str]:
 
 def _trainer(settings: RunSettings, sizes: ModelSizes, adapter: AdapterSizes) -> Iterator[str]:
     trainer, row_tokens = settings.trainer, settings.scheduling.row_tokens
+    reference = _reference_weights(settings, sizes, adapter)
     memory = trainer_memory(
         sizes,
         trainer,
@@ -49,7 +50,7 @@ def _trainer(settings: RunSettings, sizes: ModelSizes, adapter: AdapterSizes) ->
         sample_tokens=settings.max_model_tokens,
         published=settings.model.dtype,
         adapter=adapter,
-        reference_weights=_reference_weights(settings, sizes, adapter),
+        reference_weights=sizes.weights if reference is None else reference,
     )
     who = "The trainer" if trainer.ranks == 1 else f"Each of the trainer's {trainer.ranks} ranks"
     where = "its GPU" if trainer.device.startswith("cuda") else "memory"
@@ -57,6 +58,8 @@ def _trainer(settings: RunSettings, sizes: ModelSizes, adapter: AdapterSizes) ->
     for name, num_bytes in _terms(memory, row_tokens):
         if num_bytes:
             yield f"  {gigabytes(num_bytes):>9}  {name}"
+    if reference is None:
+        yield "  The reference model is not known here, and is counted as large as the trained one."
     for tokens in (row_tokens // 2, row_tokens, 2 * row_tokens):
         kept = [
             kept_bytes(
@@ -89,11 +92,17 @@ def _trainer(settings: RunSettings, sizes: ModelSizes, adapter: AdapterSizes) ->
     )
 
 
-def _reference_weights(settings: RunSettings, sizes: ModelSizes, adapter: AdapterSizes) -> int:
+def _reference_weights(settings: RunSettings, sizes: ModelSizes, adapter: AdapterSizes) -> int | None:
+    """None for a model that may be where the run will be."""
     chosen = settings.trainer.loss.reference_kl
     if chosen is None or (chosen.model is None and adapter.weights):
         return 0
-    return sizes.weights if chosen.model is None else model_sizes(outline_of(chosen.model)).weights
+    if chosen.model is None:
+        return sizes.weights
+    try:
+        return model_sizes(outline_of(chosen.model)).weights
+    except ModelError:
+        return None
 
 
 def _terms(memory: TrainerMemory, row_tokens: int) -> list[tuple[str, int]]:

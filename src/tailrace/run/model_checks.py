@@ -10,15 +10,18 @@ from __future__ import annotations
 import json
 import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from tailrace.config import RunSettings
 from tailrace.errors import ModelError
-from tailrace.models.files import read_json, require_tokenizer
+from tailrace.models.files import own_context, read_json, require_tokenizer
+from tailrace.models.identity import identify
 from tailrace.models.loading import BUNDLED_PREFIX, outline_of, require_chat_template, require_weights, resolve_model
+from tailrace.models.vocabulary import require_same_vocabulary
 from tailrace.records import Json
 from tailrace.run.parts import make_renderer, within_own_context
+from tailrace.run.teacher import teacher_settings
 
 _NUMBERS_OF_HEADS = {"num_attention_heads", "n_head"}
 _MAY_BE_REFUSED = re.compile(r"mamba|rwkv|ssm|lru|recurrent|conv|linear_|state_size|encoder_decoder", re.IGNORECASE)
@@ -54,7 +57,43 @@ def as_planned(settings: RunSettings) -> RunSettings:
     require_known_files(settings)
     _require_architecture(settings)
     with tempfile.TemporaryDirectory(prefix="tailrace-plan-") as folder:
-        return within_own_context(settings, make_renderer(settings, Path(folder)))
+        planned = within_own_context(settings, make_renderer(settings, Path(folder)))
+    require_frozen_models(planned, only_here=True)
+    taught = teacher_settings(planned)
+    if taught is not None and _is_here(taught.model.name):
+        _require_architecture(taught)
+    return planned
+
+
+def require_frozen_models(settings: RunSettings, *, only_here: bool = False) -> None:
+    """Raise `ModelError` where a reference model or a teacher of the run cannot score what the policy samples.
+
+    As far as can be seen without loading them; with `only_here` those of this machine.
+    """
+    for model, setting, room in _frozen_models(settings):
+        if not only_here or _is_here(model):
+            _require_frozen(settings, model, setting, room=room)
+
+
+def _frozen_models(settings: RunSettings) -> Iterator[tuple[str, str, int]]:
+    """Models beside the policy, by which setting, and how many tokens each reads beyond the longest branch."""
+    reference, teacher = settings.trainer.loss.reference_kl, settings.trainer.loss.distillation
+    if reference is not None and reference.model not in (None, settings.model.name):
+        yield reference.model, "trainer.loss.reference_kl.model", 0
+    if teacher is not None and teacher.url is None:
+        yield teacher.model, "trainer.loss.distillation.model", 1
+
+
+def _require_frozen(settings: RunSettings, model: str, setting: str, *, room: int) -> None:
+    require_weights(model)
+    require_same_vocabulary(settings.model.name, model, setting=setting)
+    context, needed = own_context(identify(model, with_weights=False).config), settings.max_model_tokens + room
+    if context is not None and context < needed:
+        beyond = ", with one more after it" if room else ""
+        raise ModelError(
+            f"{setting} is {model!r}, which was made for {context} tokens, and a rollout's branch may have "
+            f"{settings.max_model_tokens}{beyond}: choose another one, or lower model.max_model_tokens"
+        )
 
 
 def _is_here(name: str) -> bool:

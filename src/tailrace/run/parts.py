@@ -22,7 +22,6 @@ from tailrace.rollouts.agent_workers import WorkerPlace, WorkerWatch
 from tailrace.rollouts.agent_workers.messages import pack_task
 from tailrace.rollouts.scoring import Teacher
 from tailrace.run.folder import RunPaths
-from tailrace.run.teacher import require_frozen
 
 
 def load_environments(
@@ -162,17 +161,6 @@ def within_own_context(settings: RunSettings, renderer: ChatRenderer) -> RunSett
             key=key,
         )
     return settings.model_copy(update={"model": model.model_copy(update={"max_model_tokens": own})})
-
-
-def require_reference(settings: RunSettings) -> None:
-    """Raise `ModelError` where the loss names a reference model that cannot score what the policy samples.
-
-    As far as can be seen without loading it.
-    """
-    chosen = settings.trainer.loss.reference_kl
-    if chosen is None or chosen.model is None or chosen.model == settings.model.name:
-        return
-    require_frozen(settings, chosen.model, "trainer.loss.reference_kl.model")
 
 
 def make_rollouter(

@@ -2,15 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from tailrace.config import RunSettings
-from tailrace.errors import ModelError
 from tailrace.generation.settings import ReplicaSettings
-from tailrace.models.files import own_context
-from tailrace.models.identity import identify
-from tailrace.models.loading import require_weights
-from tailrace.models.vocabulary import require_same_vocabulary
 from tailrace.rollouts import ChatRenderer
 from tailrace.rollouts.scoring import EndpointScorer, EngineScorer, Teacher, TeacherPlan
 from tailrace.run.generators import Generators
@@ -37,13 +30,11 @@ def teacher_settings(settings: RunSettings) -> RunSettings | None:
     )
 
 
-async def require_teacher(settings: RunSettings, renderer: ChatRenderer) -> None:
-    """Raise `ModelError` where the teacher cannot score what the policy samples; `SettingsError` without its key."""
+async def require_endpoint(settings: RunSettings, renderer: ChatRenderer) -> None:
+    """Raise `ModelError` where a teacher behind an endpoint cannot score what the policy samples; `SettingsError`
+    without its key."""
     chosen = settings.trainer.loss.distillation
-    if chosen is None:
-        return
-    if chosen.url is None:
-        await asyncio.to_thread(require_frozen, settings, chosen.model, "trainer.loss.distillation.model", room=1)
+    if chosen is None or chosen.url is None:
         return
     scorer = _endpoint_scorer(chosen, chosen.url, renderer)
     try:
@@ -64,20 +55,6 @@ def make_teacher(settings: RunSettings, renderer: ChatRenderer, generators: Gene
     router, vocabulary = generators.router, renderer.tokenizer.num_tokens
     scorer = EngineScorer(router.generate, router.serving, vocabulary=vocabulary, top_k=chosen.top_k or 0)
     return Teacher(scorer, plan)
-
-
-def require_frozen(settings: RunSettings, model: str, setting: str, *, room: int = 0) -> None:
-    """Raise `ModelError` where a `model` beside the policy cannot score what that samples: as `setting` names it, with
-    so much `room` beyond the longest branch. As far as can be seen without loading it."""
-    require_weights(model)
-    require_same_vocabulary(settings.model.name, model, setting=setting)
-    context, needed = own_context(identify(model, with_weights=False).config), settings.max_model_tokens + room
-    if context is not None and context < needed:
-        beyond = ", with one more after it" if room else ""
-        raise ModelError(
-            f"{setting} is {model!r}, which was made for {context} tokens, and a rollout's branch may have "
-            f"{settings.max_model_tokens}{beyond}: choose another one, or lower model.max_model_tokens"
-        )
 
 
 def _endpoint_scorer(chosen: DistillationSettings, url: str, renderer: ChatRenderer) -> EndpointScorer:

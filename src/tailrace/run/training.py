@@ -42,7 +42,7 @@ from tailrace.run.devices import describe_devices, role_devices
 from tailrace.run.engines import require_engine
 from tailrace.run.folder import RunPaths, open_run_folder, record_settings, writing
 from tailrace.run.limits import require_room
-from tailrace.run.model_checks import require_known_files
+from tailrace.run.model_checks import require_frozen_models, require_known_files
 from tailrace.run.notices import wait_for_notice
 from tailrace.run.outside_trainer import OutsideProgram, program_beside, require_program
 from tailrace.run.page import page_beside, require_page, views_of_report
@@ -51,11 +51,10 @@ from tailrace.run.parts import (
     load_environments,
     make_renderer,
     require_held_out_tasks,
-    require_reference,
     within_own_context,
 )
 from tailrace.run.phases import ORCHESTRATOR, observed_process, traced_run
-from tailrace.run.teacher import require_teacher
+from tailrace.run.teacher import require_endpoint
 from tailrace.run.trainer_lives import describe_lives
 from tailrace.run.watchdog import end_when_still
 from tailrace.training.settings.lora import require_peft
@@ -141,8 +140,8 @@ async def _train_in(
     given, settings = settings, with_scaled_deadlines(within_own_context(settings, renderer))
     tasks = [len(loaded.spec.train_tasks) for loaded in environments.values()]
     await asyncio.to_thread(partial(require_room, settings, tasks=tasks))
-    await asyncio.to_thread(require_reference, settings)
-    await require_teacher(settings, renderer)
+    await asyncio.to_thread(require_frozen_models, settings)
+    await require_endpoint(settings, renderer)
     changed = record_settings(given, paths, recipe)
     observability = settings.observability
     terminal = Terminal.LIVE if wants_live_view(observability.live) else Terminal.LINES
