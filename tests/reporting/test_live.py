@@ -150,6 +150,11 @@ def test_small_figures_of_the_policy_and_what_the_run_waits_for_are_whole_at_80_
     assert len(text.rstrip("\n").splitlines()) < 24
 
 
+def test_what_has_no_room_beside_another_column_is_left_out_whole() -> None:
+    assert "KL 0.002   " in (text := text_of(a_view(), 112))
+    assert "gradient" not in text
+
+
 def test_the_figures_of_a_large_run_are_whole_where_there_is_room() -> None:
     view = replace(a_view(), in_flight=1024, in_flight_limit=10_240)
     assert "1,024 of 10.2 k rollouts" in text_of(view, 80)

@@ -134,7 +134,7 @@ def _learning(view: RunView, width: int) -> Table:
     if view.held_out or view.evaluating_step is not None:
         grid.add_row("held out", *_held_out(view))
     grid.add_row("policy", Text.assemble(("version ", _LABEL), f"{view.policy_version:,}"), _newest(view, "entropy"))
-    grid.add_row("update", *_update(view))
+    grid.add_row("update", *_update(view, rest))
     grid.add_row("staleness", *_staleness(view))
     grid.add_row("generate", _rate(view.generation_tokens_per_s), _spark(view.generation_tokens_per_s, rest, _SECOND))
     grid.add_row("train", _rate(view.training_tokens_per_s), _spark(view.training_tokens_per_s, rest, _SECOND))
@@ -216,11 +216,14 @@ def _held_out(view: RunView) -> tuple[Text, Text]:
     return Text(going_on.partition(":")[0], style=_LABEL), rewards
 
 
-def _update(view: RunView) -> tuple[Text, Text]:
-    """The newest step's learning rate, and how far it moved the policy."""
+def _update(view: RunView, width: int) -> tuple[Text, Text]:
+    """The newest step's learning rate, and how far it moved the policy: whole figures, as many as there is room for."""
     if view.learning_rate is None:
         return Text(NOTHING, style=_LABEL), Text()
-    moved = Text("  ").join(found for label in ("KL", "gradient") if (found := _newest(view, label)))
+    figures = [found for label in ("KL", "gradient") if (found := _newest(view, label))]
+    moved = Text("  ").join(figures)
+    if moved.cell_len > width:
+        moved = figures[0]
     return Text.assemble(("rate ", _LABEL), f"{view.learning_rate:.3g}"), moved
 
 
