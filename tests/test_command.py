@@ -12,6 +12,7 @@ import pytest
 
 from tailrace import __version__
 from tailrace.cli import main
+from tailrace.commands import Replay, Serve, Train, parse
 from tailrace.config import list_recipes, load_settings
 
 
@@ -51,6 +52,25 @@ def test_what_is_wrong_is_told_with_exit_status_2(
     printed = capsys.readouterr()
     assert message in printed.err
     assert printed.out == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "command", "settings"),
+    [
+        ("serve --join q --generator.slots 8", Serve(join="q"), "--generator.slots 8"),
+        (
+            "serve --http-key k --generator.slots 8 --http :1",
+            Serve(http=":1", http_key=Path("k")),
+            "--generator.slots 8",
+        ),
+        ("serve --generator.slots -8 m", Serve("m"), "--generator.slots -8"),
+        ("serve --generator.slots=8 m -x", Serve("m"), "--generator.slots=8 -x"),
+        ("train --seed 3 own.toml --dry_run", Train("own.toml", dry_run=True), "--seed 3"),
+        ("replay --seed", Replay(), "--seed"),
+    ],
+)
+def test_settings_stand_anywhere_among_a_commands_own_arguments(arguments: str, command: object, settings: str) -> None:
+    assert parse(arguments.split()) == (command, settings.split())
 
 
 ARGUMENTS = """max_steps = 1

@@ -20,11 +20,12 @@ tailrace --version
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from functools import reduce
 from operator import or_
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 import tyro
 from rich.console import Console
@@ -109,15 +110,43 @@ def _require_command(arguments: Sequence[str]) -> None:
 
 
 def parse(arguments: Sequence[str]) -> tuple[Callable[[list[str]], int], list[str]]:
-    """The command that these arguments mean, and what of them are settings; exits for an option that it has not."""
+    """The command that these arguments mean, and what of them are settings; exits for an option that it has not.
+
+    tyro sees no setting: it gives an argument that may be left out the text "[]" where any option is unknown to it.
+    """
     commands: Any = reduce(or_, (Annotated[one, tyro.conf.subcommand(name)] for name, one in _COMMANDS.items()))
-    command, overrides = tyro.cli(
+    own, settings = _own_and_settings(arguments)
+    command, left = tyro.cli(
         commands,
         prog="tailrace",
         description="Reinforcement learning of language models, asynchronous throughout. "
         "`tailrace --version` tells its version.",
-        args=arguments or ["--help"],
+        args=own or ["--help"],
         return_unknown_args=True,
         config=(tyro.conf.FlagCreatePairsOff,),
     )
-    return command, overrides
+    return command, [*left, *settings]
+
+
+def _own_and_settings(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """A command's own words, and those of settings: options that it does not have, with their values."""
+    own, settings = list(arguments[:1]), list[str]()
+    options = _options(_COMMANDS[own[0]]) if own and own[0] in _COMMANDS else None
+    waiting = deque(arguments[1:])
+    while waiting:
+        word = waiting.popleft()
+        name, equals, _ = word.partition("=")
+        if options is None or not word.startswith("-") or name.replace("-", "_") in options:
+            own.append(word)
+            continue
+        settings.append(word)
+        if not equals and waiting and not waiting[0].startswith("--"):
+            settings.append(waiting.popleft())
+    return own, settings
+
+
+def _options(command: type) -> frozenset[str]:
+    """Those of a command, with an underscore for each dash."""
+    hints = get_type_hints(command, include_extras=True)
+    named = {name for name, hint in hints.items() if tyro.conf.Positional not in getattr(hint, "__metadata__", ())}
+    return frozenset({"_h", "__help", *(f"__{name}" for name in named)})
