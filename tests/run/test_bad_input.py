@@ -120,6 +120,12 @@ async def test_a_synchronous_reward_that_never_returns_is_killed_and_costs_its_r
     assert summary.ledger.by_state["trained"] == 4
 
 
+SAME_NAME = """[
+  { name = "tests.support.run_environments:hanging" },
+  { name = "tests.support.run_environments:hanging_when_evaluated" },
+]"""
+
+
 @pytest.mark.parametrize(
     ("overrides", "error", "message"),
     [
@@ -131,6 +137,7 @@ async def test_a_synchronous_reward_that_never_returns_is_killed_and_costs_its_r
             ("--scheduling.group_release", "early", "--environment.judge.rubric", "which is best"),
             *(SettingsError, "environment 'words' scores whole groups"),
         ),
+        (("--environments", SAME_NAME), SettingsError, "two environments are called 'hanging'"),
         (("--environment.name", "alfabet-sort"), SettingsError, "did you mean 'alphabet-sort'"),
         (("--model.name", "bundled:slowstart"), ModelError, "no such bundled model; bundled are: quickstart"),
         (("--model.name", "./nowhere"), ModelError, "is no folder"),

@@ -31,7 +31,7 @@ def load_environments(
 
     `given` are environments that exist in this process alone, by the names that the settings have for them.
     """
-    loaded = {}
+    loaded = dict[str, LoadedEnvironment]()
     for index, chosen in enumerate(settings.environments):
         try:
             spec = load_environment(chosen, given=given.get(chosen.name))
@@ -40,6 +40,12 @@ def load_environments(
         except SettingsError as error:
             error.key = ("environments", index, *error.key)
             raise
+        if spec.name in loaded:
+            raise SettingsError(
+                f"two environments are called {spec.name!r}, the later one is {chosen.name}: give it an id, "
+                f"environments.{index}.id",
+                key=("environments", index),
+            )
         if chosen.name in given and spec.needs_workers:
             raise SettingsError(
                 f"environment {spec.name!r} was given as an object and has synchronous code that is not trusted, which "
