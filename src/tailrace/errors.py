@@ -21,11 +21,15 @@ Each message says what was found, what was expected and what to do about it, and
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Self
 
 
 class TailraceError(Exception):
     """Base of every error that Tailrace raises on purpose."""
+
+    @classmethod
+    def known_kind(cls) -> type[TailraceError]:
+        """The nearest of its classes that is one of this module's: a user's own may need more than a message."""
+        return next(kind for kind in cls.__mro__ if kind.__module__ == __name__ and issubclass(kind, TailraceError))
 
 
 class SettingsError(TailraceError):
@@ -56,10 +60,12 @@ class RolloutError(TailraceError):
     is_mistake = False
     """Whether users' code raised what wrong code does, and what it calls being away hardly ever."""
 
-    def alike(self, other: RolloutError) -> Self:
-        """Of the same kind as another one, of which this says more."""
-        self.reason, self.may_pass, self.is_mistake = other.reason, other.may_pass, other.is_mistake
-        return self
+    def saying(self, message: str) -> RolloutError:
+        """Another one of the same known kind, which says this."""
+        error = self.known_kind()(message)
+        assert isinstance(error, RolloutError)  # as this one is
+        error.reason, error.may_pass, error.is_mistake = self.reason, self.may_pass, self.is_mistake
+        return error
 
 
 class RolloutTimeout(RolloutError):

@@ -191,6 +191,23 @@ async def test_what_an_agent_raises_names_the_task_and_the_line(renderer: ChatRe
     assert raised.value.reason == "environment_failed"
 
 
+class ShopClosed(EnvironmentFailed):
+    reason = "shop_closed"
+
+    def __init__(self, name: str, *, status: int) -> None:
+        super().__init__(f"{name} answers {status}")
+
+
+async def test_an_error_of_a_users_own_class_names_the_task_and_keeps_its_reason(renderer: ChatRenderer) -> None:
+    async def agent(task: Task, policy: Policy) -> float:
+        raise ShopClosed("shop", status=503)
+
+    with pytest.raises(EnvironmentFailed, match="task own/train/0: shop answers 503") as raised:
+        await run(renderer, spec_of(agent))
+    assert isinstance(raised.value.__cause__, ShopClosed)
+    assert raised.value.reason == "shop_closed"
+
+
 async def test_a_missing_column_is_one_clear_message(renderer: ChatRenderer) -> None:
     async def agent(task: Task, policy: Policy) -> float:
         return float(task["answer"])

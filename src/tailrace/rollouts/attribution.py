@@ -47,7 +47,7 @@ class attribute_errors:
         if isinstance(error, RolloutError):
             if self._task.task_id in str(error):
                 return
-            raise type(error)(f"task {self._task.task_id}: {error}").alike(error) from error
+            raise error.saying(f"task {self._task.task_id}: {error}") from error
         if isinstance(error, Exception) and not isinstance(error, (*_OURS, ErrorBudgetSpent)):
             self._attribute(error)
         if isinstance(error, SystemExit):

@@ -239,7 +239,7 @@ class CommandAgent:
         """The failure, which names the folder where the program's own is kept."""
         kept = await asyncio.to_thread(place.keep, parent, task.task_id.replace("/", "-"))
         where = f"its folder is kept as {kept}" if kept else f"{parent} holds {_MOST_KEPT} folders already"
-        return type(failure)(f"{failure}\n({where})").alike(failure)
+        return failure.saying(f"{failure}\n({where})")
 
     # ---- its files
 

@@ -239,9 +239,10 @@ class Failure(msgspec.Struct, frozen=True):
     def of(cls, error: BaseException) -> Failure:
         """Whatever is not of Tailrace's tree is a defect of its own code, and concerns the run."""
         if isinstance(error, RolloutError):
-            return cls(type(error).__name__, str(error), error.reason, error.may_pass, error.is_mistake)
+            kind = error.known_kind().__name__
+            return cls(kind, str(error), error.reason, error.may_pass, error.is_mistake)
         if isinstance(error, TailraceError):
-            return cls(type(error).__name__, str(error))
+            return cls(error.known_kind().__name__, str(error))
         return cls(LifecycleError.__name__, f"an agent worker failed: {type(error).__name__}: {error}")
 
     def error(self) -> TailraceError:
