@@ -324,6 +324,9 @@ async def test_tool_calls_are_parsed_and_tool_output_is_context(
     assert branch.loss_mask[[start - 1, end]].all()
 
 
+CALL = '<tool_call>\n{{"name": "add", "arguments": {{"a": {}}}}}\n</tool_call>'
+
+
 @pytest.mark.parametrize("model", ["hermes", "qwen3"])
 @pytest.mark.parametrize(
     "text",
@@ -333,12 +336,18 @@ async def test_tool_calls_are_parsed_and_tool_output_is_context(
         '<tool_call>\n{"name": "add", "arguments": [1]}\n</tool_call>',
         '<tool_call>\n{"name": "add"',
         "<tool_call>\n7\n</tool_call>",
+        CALL.format(f"[{2**64}]"),
+        CALL.format(r'"\ud83d"'),
+        pytest.param(CALL.format("[" * 200 + "]" * 200), id="deep"),
+        pytest.param(CALL.format("[" * 1100), id="deeper than Python reads"),
+        pytest.param("<tool_call>" + "[" * 1100 + "</tool_call>", id="deep and no object"),
+        pytest.param(CALL.format("9" * 5000), id="more digits than Python reads"),
     ],
 )
 async def test_a_malformed_tool_call_is_counted_and_stays_text(
     renderer_of: Callable[[str], ChatRenderer], model: str, text: str
 ) -> None:
-    talk = Talk(renderer_of(model), [text])
+    talk = Talk(renderer_of(model), [text], sampling=SamplingParams(max_tokens=8192))
     reply = await talk.policy.chat([user("?")], tools=[ADD])
     assert reply.tool_calls == []
     assert reply.malformed_tool_calls == 1

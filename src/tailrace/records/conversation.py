@@ -16,14 +16,14 @@ DEEPEST = 256
 """Lists and objects inside each other that a value may have; to copy twice as many would end at Python's own limit."""
 
 
-def is_too_deep(value: Json) -> bool:
-    """Whether more than `DEEPEST` lists and objects lie inside each other.
+def is_too_deep(value: Json, deepest: int = DEEPEST) -> bool:
+    """Whether more than `deepest` lists and objects lie inside each other.
 
     >>> is_too_deep([[], {"a": [1]}])
     False
     """
     level = [value]
-    for _ in range(DEEPEST + 1):
+    for _ in range(deepest + 1):
         inside = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]
         if not inside:
             return False
@@ -75,7 +75,7 @@ class Reply(msgspec.Struct, frozen=True, eq=False):
     tool_calls: list[ToolCall] = []
     """Well-formed tool calls only, parsed by the model family's renderer."""
     malformed_tool_calls: int = 0
-    """Tool calls that could not be parsed; their text stays in `content`."""
+    """Tool calls that could not be parsed, or not be sent on; their text stays in `content`."""
     branch: int = 0
     """Which of the rollout's `branches` it is on."""
     start_token: int = 0

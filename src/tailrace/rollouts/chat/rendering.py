@@ -202,7 +202,10 @@ class ChatRenderer(Renderer):
     ) -> ParsedReply:
         if self._family is not None:
             token_ids: list[int] = completion.token_ids.tolist()
-            return self._family.parse(token_ids, prompt_ids=prompt_token_ids.tolist(), tools=_envelopes(tools))
+            try:
+                return self._family.parse(token_ids, prompt_ids=prompt_token_ids.tolist(), tools=_envelopes(tools))
+            except (ValueError, RecursionError):  # a number of thousands of digits, lists without end
+                return ParsedReply(self._read(completion)[1], malformed_tool_calls=1)
         return read_reply(self._read(completion)[1], prompt_opens_reasoning=self._opens_reasoning(prompt_token_ids))
 
     @override

@@ -12,12 +12,16 @@ import json
 
 import msgspec
 
-from tailrace.records import Json, Message, ToolCall
+from tailrace.records import DEEPEST, Json, Message, ToolCall, is_too_deep
+from tailrace.records.conversation import ToolCallFunction
 
 _THINK, _END_THINK = "<think>", "</think>"
 _CALL, _END_CALL = "<tool_call>", "</tool_call>"
 MARKERS = (_THINK, _CALL)
 """Where a reply stops to be plain text."""
+_DEEPEST_CALL = DEEPEST // 2
+"""Lists and objects inside each other that a tool call may have: what it travels in has some as well."""
+_encode = msgspec.msgpack.Encoder().encode
 
 
 class ParsedReply(msgspec.Struct, frozen=True):
@@ -72,7 +76,7 @@ def tool_call(block: str | None, *, number: int) -> ToolCall | None:
     """The call that a block's JSON describes; None where it is not one."""
     try:
         value: Json = json.loads(block or "")
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     if not isinstance(value, dict):
         return None
@@ -80,15 +84,31 @@ def tool_call(block: str | None, *, number: int) -> ToolCall | None:
 
 
 def as_tool_call(name: Json, arguments: Json, *, number: int, call_id: str | None = None) -> ToolCall | None:
-    """A tool call of the conversation format; None unless it names a function and its arguments are an object."""
+    """A tool call of the conversation format; None unless it names a function and its arguments are an object.
+
+    None also for one that no other process could be sent.
+    """
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
-        except ValueError:
+        except (ValueError, RecursionError):
             return None
     if not isinstance(name, str) or not name or not isinstance(arguments, dict):
         return None
-    return {"id": call_id or f"call_{number}", "type": "function", "function": {"name": name, "arguments": arguments}}
+    function: ToolCallFunction = {"name": name, "arguments": arguments}
+    call: ToolCall = {"id": call_id or f"call_{number}", "type": "function", "function": function}
+    return call if _can_be_sent(call) else None
+
+
+def _can_be_sent(call: ToolCall) -> bool:
+    """Whether it nests no deeper than a message may, and has no integer beyond 64 bits and no half of a character."""
+    if is_too_deep(call, _DEEPEST_CALL):
+        return False
+    try:
+        _encode(call)
+    except (OverflowError, UnicodeEncodeError):
+        return False
+    return True
 
 
 def _split_reasoning(text: str, prompt_opens_reasoning: bool) -> tuple[str | None, str]:
