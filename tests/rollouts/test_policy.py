@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -120,6 +121,20 @@ async def test_a_turn_that_fails_leaves_nothing_on_its_branch_and_takes_no_token
     assert len(branch.completion_spans) == 2
     assert talk.rollout.messages == [user("a"), said("Ada"), user("b"), said("Bob")]
     assert talk.rollout.turns == 4
+
+
+async def test_a_reply_that_cannot_be_read_leaves_nothing_on_its_branch(
+    renderer: ChatRenderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    talk = Talk(renderer, ["Ada", "no", "Bob"])
+    reply = await talk.policy.chat([user("a")])
+    with monkeypatch.context() as broken, pytest.raises(RecursionError):
+        broken.setattr(renderer, "parse", Mock(side_effect=RecursionError))
+        await talk.policy.chat([user("a"), reply.message, user("b")])
+    await talk.policy.chat([user("a"), reply.message, user("b")])
+    (branch,) = talk.rollout.branches
+    assert len(branch.completion_spans) == 2
+    assert talk.rollout.messages == [user("a"), said("Ada"), user("b"), said("Bob")]
 
 
 async def test_a_first_turn_that_fails_gives_its_place_to_the_next_conversation(renderer: ChatRenderer) -> None:

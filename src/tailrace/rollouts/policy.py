@@ -174,7 +174,7 @@ class RolloutPolicy:
             hears = None if on_text is None or tools else self._text_deltas(on_text, request, stop)
         completion = await self._sample(asked, request, task, listener, hears)
         with phase("parse"):
-            return self._record(asked, completion, listener)
+            return self._record(asked, request.prompt_token_ids, completion, listener)
 
     async def continue_tokens(
         self,
@@ -215,7 +215,7 @@ class RolloutPolicy:
                 request = replace(request, sampling=sampling)
         completion = await self._sample(asked, request, task, listener, on_chunk if listener is None else None)
         with phase("parse"):
-            return self._record(asked, completion, listener)
+            return self._record(asked, request.prompt_token_ids, completion, listener)
 
     def demonstrate(self, messages: list[Message], *, tools: list[ToolSpec] | None = None, weight: float = 1.0) -> None:
         """Add a branch that nobody sampled: see `Policy.demonstrate`."""
@@ -460,12 +460,13 @@ class RolloutPolicy:
             owner=rollout.rollout_id,
         )
 
-    def _record(self, asked: AskedTurn, completion: Completion, listener: StopStrings | None) -> Reply:
+    def _record(
+        self, asked: AskedTurn, prompt: Int32Array, completion: Completion, listener: StopStrings | None
+    ) -> Reply:
+        """Read the reply, then put it on its branch: one that cannot be read leaves nothing there."""
         conversation, branch = asked.conversation, asked.conversation.branch
-        branch.extend_context(asked.context, is_tool_output=_brings_tool_output(conversation, asked))
-        prompt = branch.token_ids
-        branch.extend_completion(completion)
         parsed = self._renderer.parse(completion, prompt_token_ids=prompt, tools=conversation.tools)
+        drifted = self._renderer.drifts(completion)
         message = parsed.message()
         if listener is not None:
             message["content"] = listener.before(message["content"])
@@ -473,8 +474,10 @@ class RolloutPolicy:
         if conversation.first_reply is None:
             place = first_reply_place(self._conversations, asked.messages)
             conversation.first_reply = FirstReply(place, conversation.index, len(prompt))
+        branch.extend_context(asked.context, is_tool_output=_brings_tool_output(conversation, asked))
+        prompt = branch.token_ids
+        branch.extend_completion(completion)
         conversation.messages += [*asked.messages, message.copy()]
-        drifted = self._renderer.drifts(completion)
         conversation.turns.append(Turn(len(conversation.messages), len(prompt), branch.num_tokens, drifted))
         self._rollout.messages, self._rollout.first_reply = list(conversation.messages), conversation.first_reply
         self._rollout.truncated |= completion.finish_reason is _LENGTH
