@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from typing import Any
 from unittest.mock import Mock
 
@@ -315,6 +316,15 @@ async def test_other_tools_start_another_branch(renderer_of: Callable[[str], Cha
     await talk.policy.chat([user("a"), reply.message, user("b")], tools=[ADD])
     assert len(talk.rollout.branches) == 2
     assert '"name": "add"' in talk.prompt(1)
+
+
+async def test_tools_changed_in_place_are_other_tools(renderer_of: Callable[[str], ChatRenderer]) -> None:
+    talk, tools = Talk(renderer_of("hermes"), ["1", "2"]), [deepcopy(ADD)]
+    reply = await talk.policy.chat([user("a")], tools=tools)
+    tools[0]["parameters"]["properties"]["augend"] = {"type": "integer"}
+    await talk.policy.chat([user("a"), reply.message, user("b")], tools=tools)
+    assert len(talk.rollout.branches) == 2
+    assert "augend" in talk.prompt(1)
 
 
 @pytest.mark.parametrize("model", ["hermes", "qwen3"])

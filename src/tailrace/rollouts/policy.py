@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
+from copy import deepcopy
 from dataclasses import replace
 from typing import NoReturn
 
@@ -338,9 +339,12 @@ class RolloutPolicy:
         return conversation
 
     def _open(self, tools: list[ToolSpec] | None, temperature: float | None) -> BranchConversation:
-        """A new branch: in place of one whose only turn was never answered, where there is such."""
+        """A new branch: in place of one whose only turn was never answered, where there is such.
+
+        Tools are copied: the next turn's are compared with them, whatever the agent does to its own.
+        """
         unused = (one.index for one in self._conversations if not one.turns and not one.is_waiting)
-        return BranchConversation(next(unused, len(self._rollout.branches)), Branch(temperature), tools)
+        return BranchConversation(next(unused, len(self._rollout.branches)), Branch(temperature), deepcopy(tools))
 
     # ---- how it is sampled
 
