@@ -64,6 +64,12 @@ def test_the_command_ends_with_1_where_nothing_could_be_trained_on(capsys: pytes
     assert "every reward is 1, so there would be nothing to train on: the task is too easy" in printed
 
 
+def test_an_error_of_more_than_a_rollout_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["try", f"{HERE}:demonstrating", *TINY]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error environment 'demonstrating' demonstrates replies, and nothing would learn from them")
+
+
 def test_a_single_reward_shows_nothing_wrong_and_the_command_ends_with_0(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["try", "alphabet-sort", "--tasks", "1", "--each", "1"]) == 0
     assert "nothing is wrong, as far as this shows" in capsys.readouterr().out

@@ -16,6 +16,7 @@ from tailrace.records import Group, GroupId, Rollout, RolloutId, Task
 from tailrace.reporting.trials import Failure, Trial, TriedGroup, trial_text
 from tailrace.rollouts import LoadedEnvironment, Rollouter
 from tailrace.run.engines import require_engine
+from tailrace.run.orchestrator import root_cause
 from tailrace.run.outside import require_inside
 from tailrace.run.parts import load_environments, make_renderer, make_rollouter, within_own_context
 from tailrace.run.started_roles import open_generate
@@ -69,7 +70,7 @@ async def try_environments(
                     for loaded in environments.values()
                 ]
             except ExceptionGroup as group:
-                raise group.exceptions[0] from group
+                raise root_cause(group) from group
     return [(trial, trial_text(trial, renderer.tokenizer.decode, tokens=tokens)) for trial in trials]
 
 
