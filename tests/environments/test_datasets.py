@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import copy
+import csv
 import gzip
 import json
 import sys
@@ -165,6 +166,13 @@ def test_the_rows_of_a_csv_file_are_texts_by_the_names_of_its_first_line(tmp_pat
     path.write_text('question,answer\n"Which, näher?\nOr far?",1\nb,\n', encoding="utf-8-sig")
     rows = load_rows(pack(path) if is_packed else path)
     assert list(rows) == [{"question": "Which, näher?\nOr far?", "answer": "1"}, {"question": "b", "answer": ""}]
+
+
+def test_a_field_of_a_csv_file_may_be_long(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text(f"document,answer\n{'x' * 200_000},1\n")
+    limit = csv.field_size_limit()
+    assert len(load_rows(tmp_path / "rows.csv")[0]["document"]) == 200_000
+    assert csv.field_size_limit() == limit
 
 
 def test_empty_lines_of_a_csv_file_are_no_rows(tmp_path: Path) -> None:

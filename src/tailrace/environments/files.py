@@ -114,20 +114,37 @@ def open_csv(path: Path) -> list[Row]:
     Empty lines are no rows. Raises `DataError` with file and line for a row of another length.
     """
     try:
-        lines = csv.reader(io.StringIO(_read(path).decode("utf-8-sig"), newline=""), strict=True)
-        columns = next(lines, [])
-        if twice := [name for name, count in Counter(columns).items() if count > 1]:
-            raise DataError(f"{path}, line 1: {twice[0]!r} names more than one column; give each a name of its own")
-        rows: list[Row] = []
-        for values in filter(None, lines):
-            if len(values) != len(columns):
-                raise DataError(
-                    f"{path}, line {lines.line_num}: {len(values)} values for the {len(columns)} columns of line 1 "
-                    f"({', '.join(columns)})"
-                )
-            rows.append(dict(zip(columns, values, strict=True)))
+        text = _read(path).decode("utf-8-sig")
+        with _csv_fields_of(len(text)):
+            return _csv_rows(text, path)
     except (csv.Error, UnicodeDecodeError) as error:
         raise DataError(f"{path} is not a CSV file in UTF-8 ({error})") from error
+
+
+@contextmanager
+def _csv_fields_of(characters: int) -> Iterator[None]:
+    """Read fields of so many characters meanwhile: `csv` has one limit for the process, of 131,072."""
+    limit = csv.field_size_limit()
+    csv.field_size_limit(max(limit, characters))
+    try:
+        yield
+    finally:
+        csv.field_size_limit(limit)
+
+
+def _csv_rows(text: str, path: Path) -> list[Row]:
+    lines = csv.reader(io.StringIO(text, newline=""), strict=True)
+    columns = next(lines, [])
+    if twice := [name for name, count in Counter(columns).items() if count > 1]:
+        raise DataError(f"{path}, line 1: {twice[0]!r} names more than one column; give each a name of its own")
+    rows: list[Row] = []
+    for values in filter(None, lines):
+        if len(values) != len(columns):
+            raise DataError(
+                f"{path}, line {lines.line_num}: {len(values)} values for the {len(columns)} columns of line 1 "
+                f"({', '.join(columns)})"
+            )
+        rows.append(dict(zip(columns, values, strict=True)))
     return rows
 
 
