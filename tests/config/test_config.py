@@ -346,6 +346,18 @@ def test_all_groups_are_scored_at_once_where_the_settings_say_so() -> None:
         load_from_python("quickstart", {"rollouts.score_concurrency": None})
 
 
+def test_a_dash_in_a_name_of_the_users_own_stays(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(
+        'max_steps = 1\nmodel.name = "bundled:quickstart"\n[[environments]]\nname = "arithmetic"\n'
+        '[environments.rewards.exact-match]\nfunction = "own:exact"\n'
+    )
+    given = ["--environment.rewards.exact-match.weight", "0.5", "--environment.group-size", "4"]
+    given += ["--environment.args.max-value", "9", "--environment.args.kept.as-it-is", "1"]
+    (chosen,) = load_settings(str(tmp_path / "run.toml"), given).environments
+    assert {name: reward.weight for name, reward in chosen.rewards.items()} == {"exact-match": 0.5}
+    assert (chosen.group_size, chosen.args) == (4, {"max_value": 9, "kept": {"as-it-is": 1}})
+
+
 def test_overrides_win_over_the_file() -> None:
     settings = load_settings(
         "quickstart",

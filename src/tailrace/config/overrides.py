@@ -18,6 +18,8 @@ LOSS_NAME = ("trainer", "loss", "name")
 _FIRST = frozenset({("environment",), ("environment", "name"), LOSS_NAME})
 """What decides which settings of the file's are left is laid over it before the others."""
 _LOSSES = kinds_in(LossSettings)
+_OWN_NAMES = {"rewards": 1, "args": 2, "vllm": 2}
+"""How far behind one of these the names are users' own; arguments themselves are Python's, which have no dash."""
 _UNSET = object()
 
 
@@ -30,6 +32,8 @@ def parse_overrides(arguments: Sequence[str]) -> dict[tuple[str, ...], Any]:
     {('trainer', 'learning_rate'): 0.0001, ('resume',): True, ('model', 'name'): 'Qwen/Qwen3-0.6B'}
     >>> parse_overrides(["--environment", "arithmetic"])
     {('environment', 'name'): 'arithmetic'}
+    >>> parse_overrides(["--environment.group-size", "4", "--environment.rewards.exact-match.weight", "0.5"])
+    {('environment', 'group_size'): 4, ('environment', 'rewards', 'exact-match', 'weight'): 0.5}
     """
     overrides: dict[tuple[str, ...], Any] = {}
     waiting = list(arguments)
@@ -42,8 +46,15 @@ def parse_overrides(arguments: Sequence[str]) -> dict[tuple[str, ...], Any]:
             value = waiting.pop(0) if waiting and not waiting[0].startswith("--") else "true"
         parsed = _parse_value(value)
         require_shallow(parsed, f"command line: {name}")
-        overrides[_named(tuple(name.replace("-", "_").split(".")), parsed)] = parsed
+        overrides[_named(_key(name), parsed)] = parsed
     return overrides
+
+
+def _key(name: str) -> tuple[str, ...]:
+    """Of a dotted name; a dash is an underscore but in names of users' own."""
+    typed, parts = name.split("."), name.replace("-", "_").split(".")
+    own = next((place + _OWN_NAMES[part] for place, part in enumerate(parts) if part in _OWN_NAMES), len(parts))
+    return (*parts[:own], *typed[own:])
 
 
 def flattened(changes: Mapping[str, Any], prefix: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]:
