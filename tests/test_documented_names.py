@@ -1,8 +1,10 @@
-"""Settings and metrics that README and the pages of docs name are ones that there are."""
+"""Settings and metrics that README, the pages of docs and errors name are ones that there are."""
 
 from __future__ import annotations
 
+import ast
 import re
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -32,13 +34,27 @@ def known_settings() -> set[str]:
 SETTINGS = known_settings()
 SECTIONS = {*(name.split(".")[0] for name in SETTINGS if "." in name), "environment"}
 SETTING = re.compile(rf"(?:`|--)((?:{'|'.join(sorted(SECTIONS))})\.\w+(?:\.\w+)*)(?=[`\s=])")
+ADVISED = re.compile(rf"(?<![\w./`:])((?:{'|'.join(sorted(SECTIONS))})(?:\.[a-z_]+)+)(?![(/\w])")
 METRIC = re.compile(rf"`((?:{'|'.join(sorted({name.split('/')[0] for name in METRICS}))})/[\w{{}}<>/-]*[\w}}>])`")
 
 
-def settings_of(page: Path) -> set[str]:
-    found = {re.sub(r"^environment\.", "environments.", name) for name in SETTING.findall(page.read_text())}
+def as_settings(names: Iterable[str]) -> set[str]:
+    """Those that are names of settings of ours, and of no file."""
+    found = {re.sub(r"^environment\.", "environments.", name) for name in names}
     files = {name for name in found if name.endswith((".md", ".json", ".pt", ".safetensors"))}
     return {name for name in found - files - REFUSED if not name.startswith(OF_OTHERS)}
+
+
+def settings_of(page: Path) -> set[str]:
+    return as_settings(SETTING.findall(page.read_text()))
+
+
+def raised_texts(file: Path) -> Iterator[str]:
+    for statement in ast.walk(ast.parse(file.read_text())):
+        if isinstance(statement, ast.Raise):
+            for part in ast.walk(statement):
+                if isinstance(part, ast.Constant) and isinstance(part.value, str):
+                    yield part.value
 
 
 def metrics_of(page: Path) -> set[str]:
@@ -51,6 +67,13 @@ def test_every_setting_and_metric_of_a_page_is_there(page: Path) -> None:
     assert settings_of(page) - SETTINGS == set()
     for name in metrics_of(page):
         metric_spec(name)
+
+
+def test_every_setting_that_an_error_names_is_there() -> None:
+    texts = [text for file in (ROOT / "src").rglob("*.py") for text in raised_texts(file)]
+    named = as_settings(name for text in texts for name in ADVISED.findall(text))
+    assert len(named) > 50
+    assert named - SETTINGS == set()
 
 
 def test_pages_name_settings_and_metrics() -> None:

@@ -94,7 +94,7 @@ def _refuse_agent(agent: Any, where: str, config: Any) -> None:
         if retries.max_retries or retries.rules:
             raise Refused(
                 f"{name}: what an attempt that failed had sampled would be trained on with the reward of the next; "
-                "leave it out, and Tailrace tries again itself (rollouts.retries)"
+                "leave it out, and Tailrace tries again itself (scheduling.max_retries)"
             )
     harness = agent.harness.id
     if (dialect := _OTHER_DIALECTS.get(harness.replace("-", "_"))) is not None:
