@@ -35,9 +35,16 @@ def describe_exit(returncode: int) -> str:
     >>> describe_exit(0), describe_exit(-9)
     ('with status 0', 'killed by SIGKILL')
     """
-    if returncode >= 0:
-        return f"with status {returncode}"
+    return f"with status {returncode}" if returncode >= 0 else f"killed by {signal_name(-returncode)}"
+
+
+def signal_name(number: int) -> str:
+    """A signal's name, where it has one: most of the real-time ones have none.
+
+    >>> signal_name(9), signal_name(37)
+    ('SIGKILL', 'signal 37')
+    """
     try:
-        return f"killed by {signal.Signals(-returncode).name}"
+        return signal.Signals(number).name
     except ValueError:
-        return f"killed by signal {-returncode}"
+        return f"signal {number}"

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import signal
 from contextlib import suppress
 from typing import Any, NoReturn
 
 import msgspec
 
+from tailrace.child_processes import signal_name
 from tailrace.environments import AgentResult
 from tailrace.environments.outside import AnswerClient
 from tailrace.errors import CorruptData, LifecycleError, TailraceError, WorkerLost
@@ -232,7 +232,7 @@ class AgentWorker:
             return f"{self.name} is lost: {end.lost_with}"
         if self._killed_for:
             return f"{self.name} was killed{at_what}: {self._killed_for}"
-        how = f"died of {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+        how = f"died of {signal_name(-status)}" if status < 0 else f"ended with status {status}"
         if words is None:
             by = "; users' code ended it (os._exit, ...), or something outside did"
             return f"{self.name} {how}{at_what}{by}"
