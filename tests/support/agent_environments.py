@@ -75,6 +75,8 @@ async def misbehave(behave: str, policy: Policy, reply: Reply) -> dict[str, Json
             await policy.chat([{"role": "user", "content": "go"}], max_tokens=3 / 2)  # type: ignore[arg-type]
         case "raise":
             raise ZeroDivisionError("of the user")
+        case "raise half a character":
+            raise ValueError("\ud83d")
         case "wait":
             await asyncio.sleep(600)
         case "fork":

@@ -47,7 +47,7 @@ class attribute_errors:
         if isinstance(error, RolloutError):
             if self._task.task_id in str(error):
                 return
-            raise error.saying(f"task {self._task.task_id}: {error}") from error
+            raise error.saying(_encodable(f"task {self._task.task_id}: {error}")) from error
         if isinstance(error, Exception) and not isinstance(error, (*_OURS, ErrorBudgetSpent)):
             self._attribute(error)
         if isinstance(error, SystemExit):
@@ -60,9 +60,14 @@ class attribute_errors:
         while isinstance(cause, BaseExceptionGroup) and len(cause.exceptions) == 1:
             cause = cause.exceptions[0]
         where = "".join(traceback.format_exception(error)).rstrip()
-        failed = self._failure(f"task {self._task.task_id}: {type(cause).__name__}: {cause}\n{where}")
+        failed = self._failure(_encodable(f"task {self._task.task_id}: {type(cause).__name__}: {cause}\n{where}"))
         failed.is_mistake = is_mistake(cause)
         raise failed from error
+
+
+def _encodable(text: str) -> str:
+    """With halves of characters, which neither a message to another process nor a file can hold, as their numbers."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def is_mistake(error: BaseException) -> bool:
