@@ -8,6 +8,7 @@ import signal
 import socket
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 import httpx
 import pytest
@@ -20,6 +21,7 @@ from tailrace.free_ports import free_port
 from tailrace.generation.rpc.client import GeneratorClient
 from tailrace.generation.rpc.messages import WelcomeReply
 from tailrace.lifecycle.resources import shared_memory_folder
+from tailrace.records import ModelStateDictRef
 from tailrace.reporting.summary import read_summary
 from tailrace.run.serving import serve
 from tailrace.transport.keys import CurveKeys, write_keys
@@ -89,6 +91,26 @@ def test_http_clients_are_answered_as_they_ask_and_by_their_key(tmp_path: Path) 
         assert [(model["id"], model["max_model_len"]) for model in models] == [("bundled:quickstart", 512)]
         process.send_signal(signal.SIGTERM)
         assert process.wait(PATIENCE_S) == 143
+
+
+async def test_http_clients_are_answered_once_a_run_began_with_another_generator(tmp_path: Path) -> None:
+    file = tmp_path / "key"
+    with serving("--address", "tcp://127.0.0.1:0", "--http", "127.0.0.1:0", "--http-key", str(file)) as process:
+        address, url = address_of(process), http_address_of(process)
+        headers = {"authorization": f"Bearer {file.read_text().strip()}"}
+        body = {"token_ids": [5, 6], "sampling_params": {"max_tokens": 4, "seed": 1}}
+        async with httpx.AsyncClient(base_url=url, headers=headers, timeout=PATIENCE_S) as client:
+            first = await client.post("/inference/v1/generate", json=body)
+            run = GeneratorClient(address, lend=no_weights)
+            assert (await run.hello("run")).statistics.sampled_tokens_total == 0
+            second = await client.post("/inference/v1/generate", json=body)
+            await run.leave()
+    assert [answer.status_code for answer in (first, second)] == [200, 200], second.text
+    assert second.json()["choices"] == first.json()["choices"]
+
+
+def no_weights(ref: ModelStateDictRef, held: str) -> NoReturn:
+    raise AssertionError("the run ends before it sends any")
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from tailrace.lifecycle.resources import OwnedFolder, own_shared_memory, remove_
 from tailrace.lifecycle.signals import StopSignals
 from tailrace.models.identity import identify
 from tailrace.models.loading import require_weights, tokenizer_folder
+from tailrace.records import Completion, GenerationRequest, OnChunk
 from tailrace.rollouts import ChatRenderer
 from tailrace.run.asked import asked_policies
 from tailrace.run.engines import build_engine, engine_factory, require_engine
@@ -98,7 +99,11 @@ async def _http(
     with tempfile.TemporaryDirectory() as folder:
         files = await asyncio.to_thread(tokenizer_folder, settings.model.name, Path(folder))
         renderer = await asyncio.to_thread(partial(ChatRenderer, files, name=settings.model.name))
-    new_policy = asked_policies(renderer, server.generator.generate, settings.max_model_tokens)
+
+    async def generate(request: GenerationRequest, on_chunk: OnChunk | None = None) -> Completion:
+        return await server.generator.generate(request, on_chunk)  # not always the same one: a run begins with its own
+
+    new_policy = asked_policies(renderer, generate, settings.max_model_tokens)
     async with Gateway(settings.gateway, model=settings.model.name) as gateway:
         await gateway.serve(key, new_policy)
         say(f"HTTP clients are answered at {gateway.root_url} (OpenAI's: {gateway.root_url}/v1)")
