@@ -6,6 +6,10 @@ import msgspec
 
 from tailrace.errors import SettingsError
 
+MOST_STOP_TOKEN_IDS = 128
+"""Of one request: as many as vLLM's newer model runner takes."""
+_MOST_TOKEN_ID = 2**31 - 1
+
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of one request's sampling; they travel with the tokens, because the loss needs the same distribution."""
@@ -15,11 +19,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     top_p: float = 1.0
     """Keep the smallest set of tokens whose probabilities reach it; 1 keeps all."""
     top_k: int = 0
-    """Keep the k most likely tokens; 0 keeps all."""
+    """Keep the k most likely tokens; 0, or as many as the vocabulary has, keeps all."""
     max_tokens: int = 256
     """Tokens of this completion at most."""
     stop_token_ids: tuple[int, ...] = ()
-    """A sampled token among these ends the completion, and is its last token."""
+    """A sampled token among these, `MOST_STOP_TOKEN_IDS` at most, ends the completion, and is its last token."""
     returns_supports: bool = False
     """Whether the tokens that top-p and top-k left are returned with each token, as training on it needs."""
     seed: int | None = None
@@ -42,6 +46,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise SettingsError(f"sampling.top_p is {self.top_p}; it must be in (0, 1]")
         if self.top_k < 0:
             raise SettingsError(f"sampling.top_k is {self.top_k}; it must be 0 (off) or above")
+        if len(self.stop_token_ids) > MOST_STOP_TOKEN_IDS:
+            raise SettingsError(
+                f"sampling.stop_token_ids names {len(self.stop_token_ids)} tokens; {MOST_STOP_TOKEN_IDS} are the most"
+            )
+        if strange := [one for one in self.stop_token_ids if not 0 <= one <= _MOST_TOKEN_ID]:
+            raise SettingsError(f"sampling.stop_token_ids holds {strange[0]}, which no token has as its id")
         if self.n != 1:
             raise SettingsError(
                 f"sampling.n is {self.n}; a request samples one sequence: ask once for each, they share their prompt's "

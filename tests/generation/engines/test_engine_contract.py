@@ -53,6 +53,12 @@ def test_logprobs_are_of_the_distribution_that_was_sampled_from(engines: EngineK
     assert (nucleus.logprobs > plain).all()
 
 
+@pytest.mark.parametrize("top_k", [VOCAB, 2**31, 2**62])
+def test_a_top_k_that_no_vocabulary_reaches_keeps_all_tokens(engines: EngineKind, top_k: int) -> None:
+    [done] = engines.make().run(request("r", [1, 2, 3], top_k=top_k, max_tokens=12))
+    engines.require_close(done.logprobs, forward_logprobs(contract_model(), [1, 2, 3], done.token_ids))
+
+
 def test_what_was_sampled_from_is_told_or_asking_for_it_refused(engines: EngineKind) -> None:
     driver = engines.make(chunk_tokens=5)
     sampling = {"top_p": 0.9, "top_k": 30, "returns_supports": True, "max_tokens": 12}
@@ -374,6 +380,8 @@ def test_statistics_count_what_runs_and_what_waits(engines: EngineKind) -> None:
         (request("r", [1], temperature=-1.0), "temperature"),
         (request("r", [1], temperature=float("nan")), "temperature"),
         (request("r", [1], max_tokens=0), "max_tokens"),
+        (request("r", [1], stop_token_ids=tuple(range(129))), "names 129 tokens; 128 are the most"),
+        (request("r", [1], stop_token_ids=(5, 2**63)), f"holds {2**63}, which no token has"),
         (request("r", [1], n=2), "one sequence"),
     ],
 )

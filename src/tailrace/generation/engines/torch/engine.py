@@ -299,7 +299,7 @@ class TorchEngine(Engine):
         table.temperature[row], table.top_p[row], table.top_k[row] = (
             sampling.temperature,
             sampling.top_p,
-            sampling.top_k,
+            min(sampling.top_k, self._model.vocab_size),
         )
         table.returns_supports[row] = sampling.returns_supports and sampling.restricts
         seed = self._seeds.integers(2**63) if sampling.seed is None else sampling.seed % 2**64
