@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV3Config,
     Gemma2Config,
     GPT2Config,
     LlamaConfig,
@@ -42,6 +43,10 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         attn_pdrop=0,
     ),
     "gemma2 with soft caps": Gemma2Config(**_SIZES),
+    "deepseek_v3 with values narrower than keys": DeepseekV3Config(
+        **_SIZES | {"num_key_value_heads": 4, "head_dim": 4}, q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8,
+        qk_rope_head_dim=4, v_head_dim=8, first_k_dense_replace=2,
+    ),
 }  # fmt: skip
 
 

@@ -33,7 +33,8 @@ def materialized_attention(
 ) -> Tensor | None:
     """Causal attention [segments, heads, length, size], each query over the last `window` keys, itself included.
 
-    With a gradient. `key` and `value` have as many heads, or a divisor of it. None where torch's kernel is faster.
+    With a gradient. `key` and `value` have as many heads, or a divisor of it; the size of `value` may be another one,
+    which the output has then. None where torch's kernel is faster.
     """
     if query.shape[2] > MATERIALIZE_UP_TO:
         return None
@@ -48,8 +49,8 @@ def attend(
     `key` and `value` have as many heads, or a divisor of it; all are contiguous.
     """
     queries, keys, values = _stacked(query, key, value)
-    batch, length, size = keys.shape
-    output = torch.empty_like(queries)
+    batch, length, size = values.shape
+    output = queries.new_empty(*queries.shape[:3], size)
     blocks = _blocks(length)
     scores = batch * queries.shape[1] * sum((end - start) * end for start, end in blocks)
     keeps = length <= _KEEP_UP_TO and scores * queries.element_size() <= _KEEP_BYTES
@@ -60,7 +61,7 @@ def attend(
         output[:, :, start:end] = torch.bmm(probabilities, values[:, :end]).view(batch, -1, end - start, size)
         if keeps:
             kept.append(probabilities)
-    return output.view(query.shape), kept
+    return output.view(*query.shape[:3], size), kept
 
 
 def attend_backward(
@@ -74,7 +75,7 @@ def attend_backward(
     """Gradients of `inputs`: scaled queries, keys and values."""
     query, key, value = inputs
     queries, keys, values = _stacked(query, key, value)
-    grad = grad_output.reshape(queries.shape)
+    grad = grad_output.reshape(*queries.shape[:3], values.shape[2])
     grad_query = torch.empty_like(queries)
     # In float32, since many blocks add to each of them.
     grad_keys, grad_values = (torch.zeros_like(tensor, dtype=torch.float32) for tensor in (keys, values))
@@ -93,7 +94,7 @@ def attend_backward(
         grad_keys[:, :end] += torch.bmm(grad_scores.mT, block)
         part = grad_query[:, :, start:end]
         part.copy_(torch.bmm(grad_scores, own_keys).view(part.shape))
-    grad_key, grad_value = (grad.to(key.dtype).view(key.shape) for grad in (grad_keys, grad_values))
+    grad_key, grad_value = grad_keys.to(key.dtype).view(key.shape), grad_values.to(value.dtype).view(value.shape)
     return grad_query.view(query.shape), grad_key, grad_value
 
 
@@ -117,13 +118,7 @@ class _MaterializedAttention(torch.autograd.Function):
 
 def _stacked(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """[batch, queries per key head, length, size] and twice [batch, length, size]; batch is segments * key heads."""
-    segments, heads, length, size = query.shape
-    batch = segments * key.shape[1]
-    return (
-        query.view(batch, heads // key.shape[1], length, size),
-        key.view(batch, length, size),
-        value.view(batch, length, size),
-    )
+    return torch.unflatten(query, 1, (key.shape[1], -1)).flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1)
 
 
 def _blocks(length: int) -> list[tuple[int, int]]:

@@ -6,9 +6,11 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from tailrace.errors import ModelError
 from tailrace.records import Batch
 from tailrace.training.losses.clipped_ratio import ClippedRatio
 from tailrace.training.model.policy_model import PolicyModel
+from tailrace.training.rows.attention import Segments, packed_attention
 from tailrace.training.rows.micro_batch import MicroBatch
 from tailrace.training.settings.losses import ClippedRatioSettings
 from tests.training.tiny import CONFIGS, build_batch, samples_of, tiny_model
@@ -73,7 +75,14 @@ def test_plain_architectures_pack_and_special_ones_are_found_out() -> None:
         "mistral with a sliding window": True,
         "gpt2": True,
         "gemma2 with soft caps": False,
+        "deepseek_v3 with values narrower than keys": True,
     }
+
+
+def test_values_narrower_than_keys_are_not_for_the_variable_length_kernel() -> None:
+    query, key, value = (torch.zeros(1, 4, 5, size, dtype=torch.bfloat16) for size in (16, 16, 8))
+    with pytest.raises(ModelError, match="values of 8 to keys of 16"):
+        packed_attention(torch.nn.Module(), query, key, value, None, segments=Segments.of((2, 3), padded=False))
 
 
 def test_segments_longer_than_the_blockwise_limit_agree_too() -> None:

@@ -224,6 +224,8 @@ def _attend_ragged(rows: tuple[Tensor, ...], segments: Segments, rule: Rule) -> 
     head_size = query.shape[-1]
     if query.dtype not in _FLASH_DTYPES or head_size % 8 or head_size > 256:
         raise ModelError(f"variable-length attention does not take heads of {head_size} in {query.dtype}")
+    if value.shape[-1] != head_size:
+        raise ModelError(f"variable-length attention does not take values of {value.shape[-1]} to keys of {head_size}")
     options: dict[str, Any] = {}
     if query.shape[1] != key.shape[1]:
         if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # torch 2.12 and later
