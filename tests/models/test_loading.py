@@ -9,12 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from tailrace.errors import ModelError
 from tailrace.models import files, loading
 from tailrace.models.export import SMOLLM2_PACKAGE
+from tailrace.models.identity import identify
 from tailrace.records import Json
 from tests.models.test_export import smollm2_is_installed
 
@@ -140,10 +142,27 @@ def test_weights_that_are_not_all_there_are_told_without_reading_them(
     model_folder: Path, tmp_path: Path, name: str, content: str, message: str
 ) -> None:
     loading.require_weights(str(model_folder))
-    folder = copied(model_folder, tmp_path / "copy")
+    folder = copied(model_folder, tmp_path / "copy", without="model.safetensors")
     (folder / name).write_text(content)
     with pytest.raises(ModelError, match=message):
         loading.require_weights(str(folder))
+
+
+def test_what_lies_beside_the_weights_that_are_loaded_does_not_matter(model_folder: Path, tmp_path: Path) -> None:
+    folder = copied(model_folder, tmp_path / "copy", without="model.safetensors")
+    (folder / "model-1.safetensors").write_bytes((model_folder / "model.safetensors").read_bytes())
+    with pytest.raises(ModelError, match="cut short"):
+        (folder / "consolidated.safetensors").write_text("version https://git-lfs.github.com/spec/v1")
+        loading.require_weights(str(folder))
+    with safe_open(folder / "model-1.safetensors", "pt") as tensors:
+        shards = json.dumps({"metadata": {}, "weight_map": dict.fromkeys(tensors.keys(), "model-1.safetensors")})
+    (folder / "model.safetensors.index.json").write_text(shards)
+    (folder / "pytorch_model.bin.index.json").write_text('{"weight_map": {"a": "pytorch_model-1.bin"}}')
+    loading.require_weights(str(folder))
+    loading.load_causal_lm(str(folder), dtype="float32")
+    alone = identify(str(folder)).weights
+    (folder / "pytorch_model-1.bin").write_text("the same in another format")
+    assert identify(str(folder)).weights == alone == identify(str(model_folder)).weights
 
 
 def test_a_folder_without_a_tokenizer_is_refused(model_folder: Path, tmp_path: Path) -> None:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from tailrace.errors import CorruptData, ModelError
 from tailrace.guards import guarded
 from tailrace.records import Json
 
-WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
-"""Files of them in a model's folder."""
+_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+"""Files of them in a model's folder, or beside an index of such a name the files that it names."""
 _TOKENIZERS = (
     "tokenizer.json",
     "tokenizer.model",
@@ -66,24 +66,32 @@ def require_tokenizer(name: str, folder: Path) -> None:
         )
 
 
+def weight_files(folder: Path) -> list[Path]:
+    """The files that transformers loads a local folder's weights from, there or not; others beside them do not count.
+
+    Where it finds none, all of safetensors, which vLLM loads whatever they are called.
+    """
+    for name in _WEIGHTS:
+        if (folder / name).is_file():
+            return [folder / name]
+        if (index := folder / f"{name}.index.json").is_file():
+            files = read_json(index).get("weight_map")
+            named = files.values() if isinstance(files, dict) else ()
+            return [folder / file for file in sorted({file for file in named if isinstance(file, str)})]
+    return sorted(folder.glob("*.safetensors"))
+
+
 def require_whole_weights(name: str, folder: Path) -> None:
     """Raise `ModelError` for a local folder whose weights are not there, or not all there."""
-    if not any(map(any, map(folder.glob, WEIGHTS))):
-        raise ModelError(f"model {name!r}: the folder {folder} holds no weights ({' or '.join(WEIGHTS)})")
-    if missing := [file for file in _named_by_index(folder) if not (folder / file).is_file()]:
+    files = weight_files(folder)
+    if not files:
+        raise ModelError(f"model {name!r}: the folder {folder} holds no weights ({' or '.join(_WEIGHTS)})")
+    if missing := [file for file in files if not file.is_file()]:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise ModelError(f"model {name!r} lacks files of its weights: {folder / missing[0]}{more}; fetch it again")
-    for path in folder.glob("*.safetensors"):
-        if not _is_whole(path):
+        raise ModelError(f"model {name!r} lacks files of its weights: {missing[0]}{more}; fetch it again")
+    for path in files:
+        if path.suffix == ".safetensors" and not _is_whole(path):
             raise ModelError(f"model {name!r}: {path} is cut short, or only points to the weights; fetch it again")
-
-
-def _named_by_index(folder: Path) -> Iterator[str]:
-    """Files among which weights too big for one file are divided."""
-    for index in folder.glob("*.index.json"):
-        files = read_json(index).get("weight_map")
-        if isinstance(files, dict):
-            yield from sorted({file for file in files.values() if isinstance(file, str)})
 
 
 def _is_whole(path: Path) -> bool:

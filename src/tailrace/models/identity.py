@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import xxhash
 
-from tailrace.models.files import WEIGHTS, read_json
+from tailrace.models.files import read_json, weight_files
 from tailrace.models.loading import load_config, resolve_model
 from tailrace.records import Json
 
@@ -76,7 +76,7 @@ def identify(name: str, *, with_weights: bool = True) -> ModelIdentity:
         config, files = load_config(name), [folder / source.gguf_file]
     else:
         config = dict(read_json(folder / "config.json"))
-        files = sorted(path for pattern in WEIGHTS for path in folder.glob(pattern))
+        files = weight_files(folder)
     return ModelIdentity(name, config, _fingerprint(files) if with_weights else "")
 
 
