@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
-from transformers import GPT2Config, LlamaConfig, MixtralConfig, OPTConfig
+from transformers import GPT2Config, LlamaConfig, MixtralConfig, OPTConfig, Qwen2Config
 
 from tailrace.models.identity import other_architecture
 
@@ -38,3 +40,24 @@ def test_what_matters_in_pretraining_or_to_a_library_alone_is_no_architecture(
 def test_what_changes_what_is_computed_is(kind: type[LlamaConfig], changes: dict[str, object]) -> None:
     [difference] = other_architecture(kind().to_dict(), kind(**changes).to_dict())
     assert difference.startswith(next(iter(changes)))
+
+
+AS_PUBLISHED = {
+    "model_type": "qwen2", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "sliding_window": 4096,
+    "use_sliding_window": False, "max_window_layers": 21, "rope_theta": 1e6, "torch_dtype": "bfloat16",
+}  # fmt: skip
+
+
+def test_a_configuration_as_it_was_published_is_the_one_that_transformers_makes_of_it() -> None:
+    read = json.loads(Qwen2Config.from_dict(dict(AS_PUBLISHED)).to_json_string(use_diff=False))
+    assert read["sliding_window"] is None
+    assert other_architecture(AS_PUBLISHED, read) == other_architecture(read, AS_PUBLISHED) == []
+    wider = AS_PUBLISHED | {"hidden_size": 64}
+    assert other_architecture(wider, read) == ["hidden_size is 32 there and 64 here"]
+    windowed = AS_PUBLISHED | {"use_sliding_window": True}
+    assert other_architecture(windowed, read)[0] == "sliding_window is null there and 4096 here"
+
+
+def test_of_a_type_that_transformers_does_not_know_the_words_count() -> None:
+    own = AS_PUBLISHED | {"model_type": "unheard of"}
+    assert other_architecture(own, own | {"sliding_window": None}) == ["sliding_window is null there and 4096 here"]

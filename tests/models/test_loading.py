@@ -151,8 +151,8 @@ def test_weights_that_are_not_all_there_are_told_without_reading_them(
 def test_what_lies_beside_the_weights_that_are_loaded_does_not_matter(model_folder: Path, tmp_path: Path) -> None:
     folder = copied(model_folder, tmp_path / "copy", without="model.safetensors")
     (folder / "model-1.safetensors").write_bytes((model_folder / "model.safetensors").read_bytes())
+    (folder / "consolidated.safetensors").write_text("version https://git-lfs.github.com/spec/v1")
     with pytest.raises(ModelError, match="cut short"):
-        (folder / "consolidated.safetensors").write_text("version https://git-lfs.github.com/spec/v1")
         loading.require_weights(str(folder))
     with safe_open(folder / "model-1.safetensors", "pt") as tensors:
         shards = json.dumps({"metadata": {}, "weight_map": dict.fromkeys(tensors.keys(), "model-1.safetensors")})

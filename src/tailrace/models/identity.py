@@ -6,6 +6,7 @@ weights before the first rollout, so that only what they mean, the configuration
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -83,17 +84,44 @@ def identify(name: str, *, with_weights: bool = True) -> ModelIdentity:
 def other_architecture(own: Mapping[str, Json], other: Mapping[str, Json]) -> list[str]:
     """In what two configurations contradict each other; what only one of them mentions is a default of the other.
 
+    Where their words differ, what transformers, which is imported then, reads in them counts: it does not write a
+    configuration as it was published.
+
     >>> other_architecture({"rope_theta": 1e4, "dtype": "float32"}, {"rope_theta": 5e5, "hidden_act": "silu"})
     ['rope_theta is 500000.0 there and 10000.0 here']
     """
+    return _differences(own, other) and _differences(_as_read(own), _as_read(other))
+
+
+def _differences(own: Mapping[str, Json], other: Mapping[str, Json]) -> list[str]:
     found = []
     for key in sorted(filter(_is_architecture, own.keys() & other.keys())):
         here, there = own[key], other[key]
         if isinstance(here, dict) and isinstance(there, dict):
-            found += [f"{key}.{difference}" for difference in other_architecture(here, there)]
+            found += [f"{key}.{difference}" for difference in _differences(here, there)]
         elif here != there:
             found.append(f"{key} is {json.dumps(there)} there and {json.dumps(here)} here")
     return found
+
+
+def _as_read(config: Mapping[str, Json]) -> Mapping[str, Json]:
+    """The same entries with the values that transformers gives them; as they are where it cannot read them."""
+    from transformers import CONFIG_MAPPING
+
+    try:
+        read = CONFIG_MAPPING[config["model_type"]].from_dict(copy.deepcopy({**config}))
+        return _updated(config, json.loads(read.to_json_string(use_diff=False)))
+    except Exception:  # noqa: BLE001 - of any kind, by the configuration's own class
+        return config
+
+
+def _updated(entries: Mapping[str, Json], values: Mapping[str, Json]) -> dict[str, Json]:
+    """The entries, nested ones too, with the new values of those that have some."""
+    updated = {}
+    for key, old in entries.items():
+        new = values.get(key, old)
+        updated[key] = _updated(old, new) if isinstance(old, dict) and isinstance(new, dict) else new
+    return updated
 
 
 def _is_architecture(key: str) -> bool:

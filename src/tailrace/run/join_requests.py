@@ -219,7 +219,7 @@ class JoinHandler:
             own = await asyncio.to_thread(identify, self.settings.model.name)
         except (SettingsError, ModelError, OSError) as error:  # OSError: the model's files went away meanwhile
             return str(error)
-        if what := contradiction(own, announced.model, with_weights=True):
+        if what := await asyncio.to_thread(contradiction, own, announced.model, with_weights=True):
             return f"the generator at {announced.address} serves {announced.model.name}, {what}"
         if announced.max_model_tokens < self.settings.max_model_tokens:
             return (

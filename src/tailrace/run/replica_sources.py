@@ -177,7 +177,8 @@ class ConnectedGenerator(ReplicaSource):
     async def hello(self, client: ReplicaConnection) -> WelcomeReply:
         welcome = await client.hello(self._epoch)
         own = await asyncio.to_thread(identify, self._model, with_weights=self._compares_weights)
-        if what := contradiction(own, welcome.model, with_weights=self._compares_weights):
+        what = await asyncio.to_thread(contradiction, own, welcome.model, with_weights=self._compares_weights)
+        if what:
             raise self._refusal(welcome.model, what)
         if self._needs_supports and not welcome.limits.returns_supports:
             raise SettingsError(
