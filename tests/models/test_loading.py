@@ -171,6 +171,16 @@ def test_a_folder_without_a_tokenizer_is_refused(model_folder: Path, tmp_path: P
         loading.tokenizer_folder(str(folder), tmp_path / "unused")
 
 
+def test_a_tokenizer_of_several_files_is_saved_beside_weights_as_one(model_folder: Path, tmp_path: Path) -> None:
+    folder, into = copied(model_folder, tmp_path / "copy", without="tokenizer.json"), tmp_path / "checkpoint"
+    (folder / "vocab.json").write_text(json.dumps({"a": 0, "b": 1, "ab": 2, "<|endoftext|>": 3}))
+    (folder / "merges.txt").write_text("#version: 0.2\na b\n")
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "GPT2Tokenizer"}))
+    loading.copy_tokenizer(str(folder), into)
+    assert Tokenizer.from_file(str(into / "tokenizer.json")).encode("aba").ids == [2, 0]
+    loading.require_chat_template("saved", into)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -176,9 +176,13 @@ def tokenizer_folder(name: str, into: Path) -> Path:
 
 
 def copy_tokenizer(name: str, into: Path) -> None:
-    """Write the tokenizer files of the model called `name` into the folder `into`, beside weights saved there."""
+    """Write the tokenizer of the model called `name` into the folder `into`, beside weights saved there.
+
+    Its files are copied where it is in a local folder's `tokenizer.json`; any other is loaded and saved as one. Raises
+    `ModelError`.
+    """
     source = resolve_model(name)
-    if source.is_local and source.gguf_file is None:
+    if source.is_local and source.gguf_file is None and (Path(source.location) / "tokenizer.json").is_file():
         for file_name in TOKENIZER_FILES:
             file = Path(source.location) / file_name
             if file.is_file():

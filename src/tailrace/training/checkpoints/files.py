@@ -113,7 +113,7 @@ class StagedCheckpoint:
         except RankLost:
             self._remove()
             raise
-        except (OSError, RuntimeError, SafetensorError, CheckpointException) as error:
+        except (OSError, RuntimeError, SafetensorError, CheckpointException, ModelError) as error:
             self._remove()
             raise _not_written(self._final, error) from error
         return self._final
