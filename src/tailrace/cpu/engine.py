@@ -45,16 +45,15 @@ def speed_up_engine(
     dtype: torch.dtype,
     *,
     native_kernels: bool,
-    is_unchanged: Callable[[], bool],
+    probe: Callable[[], None],
 ) -> EngineAcceleration:
     """Speed up a model on a CPU. Weights that are taken over change by `EngineAcceleration.exchange` from now on.
 
-    `is_unchanged` says whether the model still answers as before: layers whose answers change keep their own code.
+    `probe` has the model compute a step over a cache in float32: layers that native passes would change keep their own
+    code.
     """
     kernels = find_kernels() if native_kernels else None
-    fused = FusedLayers(kernels, model, num_layers, dtype)
-    if fused.joined and not is_unchanged():
-        fused.restore()
+    fused = FusedLayers(kernels, model, num_layers, dtype, probe)
     packed = PackedLinears(model, leave={module for joined in fused.joined for module in joined.modules})
     linears = [*fused.joined, *packed.joined]
     write_programs(linears)

@@ -4,8 +4,8 @@
 
 Their linear layers may have adapters beside them.
 
-Scaled residuals and layers without positions do not show in the parts: callers compare outputs and restore the model's
-own code where these change.
+Scaled residuals and layers without positions do not show in the parts: callers compare outputs, and leave the model its
+own code where these would change.
 """
 
 from __future__ import annotations

@@ -108,6 +108,13 @@ def write_programs(linears: Iterable[JoinedLinear]) -> None:
             product(torch.zeros(count, matrix.shape[1], dtype=matrix.dtype), matrix, bias)
 
 
+def products_agree(linears: Iterable[JoinedLinear]) -> bool:
+    """Whether of each kind of product one is what torch computes."""
+    kinds = {packed.kind: (linear, packed) for linear in linears if (packed := linear.packed)}
+    matrices = ((torch.cat([module.weight for module in linear.modules]), packed) for linear, packed in kinds.values())
+    return all(_agrees(matrix, packed.matrix) for matrix, packed in matrices)
+
+
 def speed_up_linears(model: nn.Module) -> int:
     """Give every plain float32 linear layer the faster product, with a gradient; returns how many there were.
 

@@ -83,7 +83,7 @@ class SlotModel:
 
     @torch.inference_mode()
     def _accelerate(self, native_kernels: bool) -> EngineAcceleration | None:
-        """Speed up a model on a CPU, as long as the probe's last token gets the same logits.
+        """Speed up a model on a CPU, where its layers are known to compute the same then.
 
         None for another device, and where `tailrace.cpu` is missing or switched off.
         """
@@ -93,22 +93,18 @@ class SlotModel:
             from tailrace.cpu.engine import speed_up_engine
         except ImportError:
             return None
-        own = self._probe_step()
-
-        def is_unchanged() -> bool:
-            return _difference(own, self._probe_step()) <= PROBE_TOLERANCE.get(self.dtype, 1.0)
-
         return speed_up_engine(
-            self.model, len(self.layers), self.dtype, native_kernels=native_kernels, is_unchanged=is_unchanged
+            self.model, len(self.layers), self.dtype, native_kernels=native_kernels, probe=self._probe_step
         )
 
-    def _probe_step(self) -> torch.Tensor:
-        """Logits of one running token after a prompt in the same step."""
-        cache = SlotCache(self.layers, slots=1, capacity=PROBE_TOKENS, dtype=self.dtype, device=self.device)
-        positions = torch.arange(PROBE_TOKENS, device=self.device)
+    def _probe_step(self) -> None:
+        """Compute one running token after a prompt in the same step: the last tokens of the model's own context."""
+        cache = SlotCache(self.layers, slots=1, capacity=PROBE_TOKENS, dtype=torch.float32, device=self.device)
+        places = torch.arange(PROBE_TOKENS, device=self.device)
         segment = Segment(0, 0, 0, PROBE_TOKENS - 1)
-        step = SlotStep(cache, torch.zeros_like(positions), positions, [segment], 1, PROBE_TOKENS, dtype=self.dtype)
-        return self.logits(positions % self.vocab_size, positions, step, keep=1)
+        step = SlotStep(cache, torch.zeros_like(places), places, [segment], 1, PROBE_TOKENS, dtype=torch.float32)
+        positions = places + max(0, (self.max_positions() or 0) - PROBE_TOKENS)
+        self.logits(places % self.vocab_size, positions, step, keep=1)
 
     @torch.inference_mode()
     def _replace_attention(self) -> list[LayerShape]:
