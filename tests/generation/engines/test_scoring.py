@@ -33,6 +33,14 @@ def test_prompts_in_several_passes_are_scored_alike(architecture: str, monkeypat
         assert (np.diff(scores.top_logprobs[1:, :97]) <= 0).all()
 
 
+def test_a_step_scores_as_many_prompts_as_have_room_for_the_longest() -> None:
+    engine = make_engine(make_model())
+    for i, length in enumerate([200, *[1] * 40]):
+        engine.add(request(f"r{i}", [1] * length, score_top_k=0, max_tokens=1))
+    assert [len(engine.step()) for _ in range(2)] == [10, 31]
+    assert not engine.has_work
+
+
 def test_an_engine_that_scores_nothing_refuses() -> None:
     with pytest.raises(RequestRefused, match="request r asks for scores of its tokens, which this engine does not"):
         SimulatedEngine().add(request("r", [1, 2], score_top_k=0, max_tokens=1))

@@ -52,7 +52,7 @@ ROUND_TOKENS = 16
 
 
 _SCORED_TOKENS = 2048
-"""Of prompts that one step scores, unless a single one is longer."""
+"""That the cache of the prompts which one step scores has room for, unless a single one is longer."""
 
 
 def torch_engine_factory(model: ModelSettings, generator: GeneratorSettings) -> Callable[[], TorchEngine]:
@@ -244,11 +244,12 @@ class TorchEngine(Engine):
 
     def _score(self, started_s: float) -> list[SampledTokens]:
         """Score the oldest prompts, as many as suit one step, and one at least."""
-        chosen, left = [self._to_score.popleft()], _SCORED_TOKENS
-        left -= len(chosen[0].prompt_token_ids)
-        while self._to_score and len(self._to_score[0].prompt_token_ids) <= left:
+        chosen, longest = list[GenerationRequest](), 0
+        while self._to_score:
+            longest = max(longest, len(self._to_score[0].prompt_token_ids))
+            if chosen and (len(chosen) + 1) * longest > _SCORED_TOKENS:  # each has room for the longest
+                break
             chosen.append(self._to_score.popleft())
-            left -= len(chosen[-1].prompt_token_ids)
         scored, now_s = score_prompts(self._model, chosen), time.perf_counter()
         self._counts.prefilled_tokens_total += sum(len(one.prompt_token_ids) for one in chosen)
         return [
