@@ -20,6 +20,7 @@ from tailrace.records import (
     FinishReason,
     Group,
     GroupId,
+    Reward,
     Rollout,
     RolloutId,
     SamplingParams,
@@ -59,7 +60,8 @@ async def test_scoring_on_the_page_weighs_the_second_half_of_each_reply(page: An
 async def test_scoring_on_the_page_lets_rewarded_rollouts_leave_the_reference(page: Any) -> None:
     task = Task(TaskId("toy/0"), "toy", 0, {})
     rollouts = [
-        Rollout(RolloutId(f"r{reward}"), GroupId("g"), task, SamplingParams(), reward=reward) for reward in (0.0, 1.0)
+        Rollout(RolloutId(f"r{value}"), GroupId("g"), task, SamplingParams(), reward=Reward(value))
+        for value in (0.0, 1.0)
     ]
     for rollout in rollouts:
         rollout.branches = [Branch()]
