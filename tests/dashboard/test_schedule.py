@@ -62,18 +62,41 @@ def test_a_rollout_in_flight_says_what_it_waits_for(tmp_path: Path) -> None:
     made = MadeRun(folder=tmp_path / "run", steps=6)
     made.write_steps(6)
     made.write_trace(joined=False)
-    for line in ("sort/train/900#9.0.0/0/2", "sort/train/901#9.1.0/0/1"):
-        with (made.folder / "trace" / "generator.events").open("a") as file:
-            file.write(
-                '{"ph":"X","name":"request","cat":"requests","pid":1002,"tid":1,"ts":109000000,"dur":500000,'
-                f'"args":{{"request":"{line}"}}}}\n'
-            )
+    for request in ("sort/train/900#9.0.0/0/2", "sort/train/901#9.1.0/0/1"):
+        _append_span(made.folder / "trace" / "generator.events", "request", 109.5, f'"request":"{request}"')
     schedule = RunData(made.folder).schedule(None, None)
     assert schedule is not None
     assert {one.rollout_id: one.waits_for.split(",")[0] for one in schedule.waiting} == {
         "sort/train/900#9.0.0": "its environment",
         "sort/train/901#9.1.0": "its environment",
     }
+
+
+def _append_span(part: Path, name: str, ended_s: float, about: str = "") -> None:
+    """Of half a second, as `TraceWriter` writes one."""
+    with part.open("a") as file:
+        file.write(
+            f'{{"ph":"X","name":"{name}","cat":"made","pid":{1000 + 2 * (part.stem == "generator")},"tid":1,'
+            f'"ts":{1e6 * (ended_s - 0.5)},"dur":500000,"args":{{{about}}}}},\n'
+        )
+
+
+def test_rollouts_in_flight_are_known_while_none_ends(tmp_path: Path) -> None:
+    made = MadeRun(folder=tmp_path / "run", steps=6)
+    made.write_trace(joined=False)  # no rollout has ended
+    parts = made.folder / "trace"
+
+    def waiting() -> dict[str, float]:
+        schedule = RunData(made.folder).schedule(None, None)
+        assert schedule is not None
+        return {one.rollout_id: one.since_s for one in schedule.waiting}
+
+    for ended_s, rollout_id in ((300.0, "sort/train/900#9.0.0"), (500.0, "sort/train/901#9.1.0")):
+        _append_span(parts / "generator.events", "request", ended_s, f'"request":"{rollout_id}/0/1"')
+        _append_span(parts / "orchestrator.events", "generate", ended_s)
+    assert waiting() == {"sort/train/900#9.0.0": 200.0, "sort/train/901#9.1.0": 0.0}
+    _append_span(parts / "generator.events", "request", 600.0, '"request":"sort/train/902#9.2.0/0/1"')
+    assert set(waiting()) == {"sort/train/900#9.0.0", "sort/train/901#9.1.0"}  # of the last nobody could see the end
 
 
 def test_without_a_trace_there_is_nothing_to_show(tmp_path: Path) -> None:

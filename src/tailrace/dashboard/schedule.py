@@ -22,7 +22,7 @@ _MOST_SPANS = 4_000
 _OLDEST = 60
 _NEWEST_REQUESTS = 20_000
 _FULL_AFTER_S = 60.0
-"""Requests that much later than any rollout's end: the trace of rollouts is full."""
+"""Requests that much later than all that rollouts traced of themselves: their trace is full."""
 _LEAST_SHARE = 0.004
 """Of a waterfall: what is shorter is no gap worth a name."""
 _TRAINER = ("wait_for_batch", "train", "copy_state", "checkpoint", "publish")
@@ -324,9 +324,9 @@ def waiting_in(trace: TraceSpans, recorded: Mapping[str, RolloutRow]) -> list[Wa
     those of the newest files: what ended before them is in older ones.
     """
     end = trace.bounds()[1]
-    rollouts = trace.named("rollout")
-    ended = {trace.texts.get(place, ""): ended for place, _, ended in trace.each(rollouts)}
-    full_at = max(ended.values(), default=0.0) + _FULL_AFTER_S
+    ended = {trace.texts.get(place, ""): ended for place, _, ended in trace.each(trace.named("rollout"))}
+    traced = trace.named("rollout", *_PARTS)
+    full_at = trace.ended_s[traced].max(initial=0.0) + _FULL_AFTER_S
     in_flight: dict[str, tuple[float, str]] = {}
     for place, _, stopped in trace.each(trace.named("request")[-_NEWEST_REQUESTS:]):
         rollout_id, _, turn = trace.texts.get(place, "").rpartition("/")
