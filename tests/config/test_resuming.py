@@ -160,6 +160,15 @@ def test_how_long_is_waited_and_how_often_a_role_is_started_again_may_differ(fil
     assert resumed(file, "--restarts.per_role", "0", "--shutdown.grace_s", "9", "--restarts.silence_s", "5") == {}
 
 
+def test_an_export_of_tokens_goes_on_until_something_else_is_said(file: Path) -> None:
+    start(file, "--trainer.export_tokens", "jsonl")
+    for given, expected in (((), "jsonl"), (("parquet",), "parquet"), (("unset",), None)):
+        overrides = [part for form in given for part in ("--trainer.export_tokens", form)]
+        assert resumed(file, *overrides) == {}
+        settings = load_settings(str(file), ["--resume", *overrides], file.parent)
+        assert settings.trainer.export_tokens == expected
+
+
 def test_name_and_capture_are_those_of_each_start(file: Path) -> None:
     folder = start(file)
     folder.rename(folder.with_name("copied"))

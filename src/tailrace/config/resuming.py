@@ -23,7 +23,7 @@ from tailrace.training.settings.losses import DEFAULT_LOSS
 
 CONFIG_FILE = "config.toml"
 RECIPE_FILE = "recipe.toml"
-OF_ONE_START = frozenset({"name", "resume", "allow_changed_settings", "observability.capture", "trainer.export_tokens"})
+OF_ONE_START = frozenset({"name", "resume", "allow_changed_settings", "observability.capture"})
 """Settings that say how a run is started, and not what it is: each start has those that it was given."""
 
 _OF_ONE_PLACE = frozenset(
@@ -34,11 +34,12 @@ _OF_ONE_PLACE = frozenset(
         *(f"observability.{name}" for name in ("watchdog_s", "ui", "tags")),
         *(f"observability.{name}" for name in ("trackers", "tracker_project", "tracker_close_s")),
         *(f"generator.{name}" for name in ("connect", "connect_key", "connect_wait_s")),
+        "trainer.export_tokens",
         "deadline_scale",
     }
 )
-"""Settings that say how a run's work is spread and how long is waited for what, and change nothing of what it learns:
-a resume may have others."""
+"""Settings that say how a run's work is spread, how long is waited for what and who is told, and change nothing of what
+it learns: a resume may have others."""
 
 _GONE = frozenset({"generator.router.max_restarts"})
 """Settings that older versions wrote, and that have no meaning any more."""
