@@ -122,6 +122,19 @@ async def test_it_only_reads(client: httpx.AsyncClient, runs: Path) -> None:
     assert {path: path.stat().st_mtime_ns for path in runs.rglob("*")} == before
 
 
+async def test_what_is_wrong_is_seen_over_as_many_steps_whatever_evaluations_lie_between(tmp_path: Path) -> None:
+    lines = []
+    for step in range(1, 41):
+        entropy = 0.5 if step == 1 else 0.001
+        lines.append(f'{{"step":{step},"policy/version":{step},"reward/mean":0.2,"training/entropy":{entropy}}}')
+        lines.append(f'{{"step":{step},"eval/sort/reward/mean":0.2}}')
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    app = Dashboard(tmp_path).application()
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url=LOCAL) as client:
+        assert [one["rule"] for one in await get(client, "/api/runs/run/advice")] == ["entropy_collapse"]
+
+
 async def test_settings_are_compared_with_the_recipe(client: httpx.AsyncClient) -> None:
     page = await get(client, "/api/runs/one/settings")
     assert page["changes"] == [{"name": "seed", "recipe": "0", "run": "4"}]

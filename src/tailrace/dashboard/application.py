@@ -223,7 +223,7 @@ class Dashboard:
         """What is wrong."""
         columns, lock = self._run(request).metrics()
         with lock:
-            return advice(columns.newest(HISTORY))
+            return advice(columns.newest(2 * HISTORY))  # between two steps lies the line of one evaluation at most
 
     def settings(self, request: Request) -> SettingsPage:
         """Its settings, and what differs from its recipe."""

@@ -22,7 +22,7 @@ Line: TypeAlias = Mapping[str, float]
 WINDOW = 5
 """Steps that a rule looks at."""
 HISTORY = 40
-"""Steps that rules compare with: give them so many."""
+"""Steps that rules compare with: give them so many, whatever lines of evaluations lie between."""
 _LATEST = 20
 """Steps back from which a drift is measured."""
 
@@ -50,7 +50,7 @@ def advice(lines: Iterable[Line]) -> list[Advice]:
     >>> [one.seen for one in advice([stuck] * 5)]
     ['95 % of groups have equal rewards, at a mean reward of 0.010: they teach nothing']
     """
-    steps = [line for line in lines if "policy/version" in line or "reward/mean" in line]
+    steps = [line for line in lines if "policy/version" in line or "reward/mean" in line][-HISTORY:]
     if len(steps) < WINDOW:
         return []
     found = [made for rule in RULES if (made := rule(steps)) is not None]
