@@ -61,6 +61,17 @@ def test_a_row_tells_of_the_newest_step_and_follows_it(tmp_path: Path) -> None:
     assert row.steps == 3
 
 
+def test_the_newest_evaluation_is_told_however_many_steps_ago_it_was(tmp_path: Path) -> None:
+    run = MadeRun(folder=tmp_path / "run", settings={"evaluation": {"every_steps": 100}})
+    run.write_steps(1)
+    with (run.folder / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"step":1,"eval/sort/tasks":8,"eval/sort/reward/mean":0.25}\n')
+        file.write(b'{"step":1,"eval/sort/tasks":8,"eval/sort/reward/mean":0.75}\n')
+        file.writelines(b'{"step":%d,"reward/mean":0.5,"text":"%s"}\n' % (step, b"x" * 9_000) for step in range(2, 60))
+    (row,) = RunTable().rows(find_runs(run.folder))
+    assert (row.steps, row.held_out) == (59, 0.75)
+
+
 def test_settings_that_differ_and_seeds_of_one_family(tmp_path: Path) -> None:
     for name, seed, rate in (("a", 0, 1.0), ("b", 1, 1.0), ("c", 0, 2.0)):
         MadeRun(folder=tmp_path / name, seed=seed, settings={"trainer": {"learning_rate": rate}})

@@ -26,6 +26,8 @@ _OWNER_FILE = "owner.json"
 _OWNER_LAPSES_S = 120.0
 """An owner renews the time stamp of its file every 20 s."""
 _LINE_BYTES = 1 << 18
+_EVALUATION_BYTES = 1 << 23
+"""Back from the end of the metrics, in which the newest evaluation is looked for: some hundred steps."""
 _MOST_RUNS = 2_000
 
 
@@ -179,7 +181,7 @@ def _read_row(name: str, folder: Path, *, alive: bool) -> tuple[RunRow, Settings
             wall_s=_number(newest.get("wall_s")),
             reward=_number(newest.get("reward/mean")),
             reward_first=_number(first.get("reward/mean")),
-            held_out=_held_out(lines),
+            held_out=_held_out(folder / METRICS_FILE, settings),
             model=settings.text("model.name"),
             environments=settings.environments,
             seed=settings.integer("seed"),
@@ -245,9 +247,16 @@ def _answers(pid: int) -> bool:
     return True
 
 
-def _held_out(lines: list[dict[str, Json]]) -> float | None:
-    for line in reversed(lines):
-        for name, value in line.items():
+def _held_out(metrics: Path, settings: Settings) -> float | None:
+    found = _newest_evaluation(metrics, _LINE_BYTES)
+    if found is None and settings.integer("evaluation.every_steps"):  # else nobody pays for looking further back
+        found = _newest_evaluation(metrics, _EVALUATION_BYTES)
+    return found
+
+
+def _newest_evaluation(metrics: Path, num_bytes: int) -> float | None:
+    for line in reversed(last_lines(metrics, num_bytes)):
+        for name, value in ((decoded(line) or {}) if b'"eval/' in line else {}).items():
             if name.startswith("eval/") and name.endswith("/reward/mean"):
                 return _number(value)
     return None
