@@ -153,6 +153,7 @@ def test_no_secret_is_rendered(capsys: pytest.CaptureFixture[str]) -> None:
         ((*IMAGE, "--name", "größe"), "letters from a to z"),
         ((*IMAGE, *WITH_PASSWORD), "TAILRACE_REDIS_PASSWORD"),
         ((*IMAGE, "--resume"), "goes on by itself"),
+        ((*IMAGE, *SPREAD, "--generator.replicas", "{min = 4, max = 9}"), "lets generators come and go"),
         ((*IMAGE, *SPREAD, "--generator.return_routed_experts", "true"), 'write transport.payloads = "value"'),
     ],
 )

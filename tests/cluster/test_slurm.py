@@ -120,6 +120,7 @@ def test_notice_comes_before_the_end_by_as_much_as_the_run_may_take(capsys: pyte
             "transport.weights = 'nccl'",
         ),
         ((*FOLDER, *ON_GPUS, "--generator.replicas", "9", "--trainer.devices", "[0]"), "trainer.devices names GPUs"),
+        ((*FOLDER, *SPREAD, "--generator.replicas", "{min = 4, max = 9}"), "lets generators come and go"),
         ((*FOLDER, "--shutdown.grace_s", "100000"), "lower shutdown.grace_s"),
         ((*FOLDER, "--resume"), "goes on by itself where its run has begun"),
         ((*FOLDER, "--sbatch", "partitions=gpu"), "sbatch has no option 'partitions'"),

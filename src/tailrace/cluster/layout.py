@@ -169,6 +169,12 @@ def _require_spreading_weights(settings: RunSettings) -> None:
             "started by `tailrace serve`: leave it out",
             key=("generator", "lockstep"),
         )
+    if settings.generator.replicas.may_join:
+        raise SettingsError(
+            "generator.replicas = {min, max} lets generators come and go, and this run is told which there are when it "
+            "starts: write a number, or let Ray start them (placement = 'ray', `tailrace cluster render kuberay`)",
+            key=("generator", "replicas"),
+        )
     for key, values in (("trainer", settings.trainer.devices), ("generator", settings.generator.devices)):
         if values is not None:
             raise SettingsError(
