@@ -353,6 +353,27 @@ def test_a_live_run_grows_on_the_page_and_its_end_by_a_kill_is_seen(tmp_path: Pa
         holder.wait()
 
 
+def test_a_step_that_was_chosen_stays_while_its_run_goes_on(tmp_path: Path, page: Watched) -> None:
+    run = MadeRun(folder=tmp_path / "live")
+    run.write_steps(3)
+    run.write_trace(joined=False)
+    owner = {"pid": os.getpid(), "host": socket.gethostname(), "kernel": "", "started_at": ""}
+    (run.folder / "owner.json").write_bytes(msgspec.json.encode(owner))
+    asked: list[str] = []
+    page.page.clock.install()
+    with dashboard(run.folder) as link:
+        page.open(f"{link}#/run/live/phases")
+        assert page.page.get_by_label("Step", exact=True).input_value() == "3"
+        page.page.keyboard.press("[")
+        page.until("document.querySelector('input[aria-label=Step]').value === '2'")
+        page.page.on("request", lambda request: asked.append(request.url))
+        with page.page.expect_response(lambda response: response.url.endswith("/api/runs/live")):
+            page.page.clock.run_for(2_500)  # past the next look at what is new
+        assert not [url for url in asked if "waterfall" in url]
+        assert page.page.get_by_label("Step", exact=True).input_value() == "2"
+        page.leave()
+
+
 def test_tokens_of_an_export_alone_stand_in_their_places(tmp_path: Path, page: Watched) -> None:
     run = MadeRun(folder=tmp_path / "run")
     run.write_steps(3)

@@ -10,19 +10,23 @@ const COLORS = { train: "s0", gradients: "s4", optimizer: "s6", publish: "s3", f
 export async function show(target, context) {
   const { run, parameters, alive } = context;
   const place = h("div", {});
-  let found = null;
+  let found = null, chosen = parameters.step; // without one, the newest
   const load = async (step) => {
+    let answer;
+    chosen = step;
     try {
-      found = await ofRun(run, "waterfall", { step }, alive);
+      answer = await ofRun(run, "waterfall", { step }, alive);
     } catch (error) {
       if (!(error instanceof Failed)) throw error;
       replace(place, h("div", { class: "panel empty" }, error.message));
       return;
     }
+    if (chosen !== step) return; // another one was chosen meanwhile
+    found = answer;
     if (step !== undefined) amend({ step: found.step });
     draw(place, found, (to) => load(to));
   };
-  await load(parameters.step);
+  await load(chosen);
   target.append(place);
   document.addEventListener("keydown", (event) => {
     if (!isOurs(event) || !found) return;
@@ -30,7 +34,7 @@ export async function show(target, context) {
     const next = event.key === "[" ? found.steps[at - 1] : event.key === "]" ? found.steps[at + 1] : undefined;
     if (next !== undefined) load(next);
   }, { signal: alive });
-  if (context.detail.row.state === "running" && parameters.step === undefined) context.every(2, () => load(undefined));
+  if (context.detail.row.state === "running") context.every(2, async () => { if (chosen === undefined) await load(undefined); });
 }
 
 function draw(target, found, load) {
