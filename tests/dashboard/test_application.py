@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import httpx
 import pytest
@@ -63,7 +64,20 @@ async def test_rollouts_groups_and_one_of_them(client: httpx.AsyncClient) -> Non
 async def test_a_text_is_found_wherever_it_stands(client: httpx.AsyncClient) -> None:
     found = await get(client, "/api/runs/one/search?text=PIPER (5.7)")
     assert [(match["kind"], match["step"]) for match in found["matches"]] == [("step", 5)]
-    assert found["left"] == []
+    assert (found["left"], found["next"]) == (0, "")
+
+
+async def test_a_search_begins_with_what_is_viewed_and_goes_on_where_it_ended(client: httpx.AsyncClient) -> None:
+    searched, left, begin = [], [], ""
+    with patch("tailrace.dashboard.application._SEARCH_S", -1.0):  # time for one file
+        while not searched or begin:
+            found = await get(client, f"/api/runs/one/search?text=piper&kind=step&step=3&from={begin}")
+            searched.append({(match["kind"], match["step"]) for match in found["matches"]})
+            left.append(found["left"])
+            begin = found["next"]
+    in_order = [("step", 3), ("evaluation", 6), *(("step", step) for step in (6, 5, 4, 2, 1))]
+    assert searched == [{file} for file in in_order]
+    assert left == [6, 5, 4, 3, 2, 1, 0]
 
 
 async def test_rollouts_are_found_in_all_steps_by_outcome_reward_and_length(client: httpx.AsyncClient) -> None:

@@ -149,6 +149,30 @@ def test_groups_are_filtered_by_the_histogram_and_searched(site: tuple[str, Path
     page.page.get_by_text("1 rollouts of this step fit, 7 of other steps").wait_for()
 
 
+def test_a_text_is_searched_anew_where_another_filter_is_widened(site: tuple[str, Path], page: Watched) -> None:
+    page.open(f"{site[0]}#/run/a/groups?step=4&reward=0.9..&text=piper")
+    cells = "document.querySelectorAll('.cell:not(.dim)').length"
+    narrow = page.page.evaluate(cells)
+    assert 0 < narrow < 11
+    page.page.get_by_label("Range of reward").fill("0..")
+    page.page.keyboard.press("Enter")
+    page.until(f"{cells} === 11")  # all but the failed one
+
+
+def test_a_search_goes_on_where_it_had_found_enough(tmp_path: Path, page: Watched) -> None:
+    run = MadeRun(folder=tmp_path / "run", groups=60)
+    run.write_steps(3)
+    with dashboard(run.folder) as link:
+        page.open(f"{link}#/run/run/groups?step=1&text=piper")
+        page.page.get_by_text("240 rollouts of this step fit, 0 of other steps; 2 files were not searched").click()
+        page.page.get_by_role("button", name="search on").click()
+        page.page.get_by_text("240 of other steps; 1 files were not searched").wait_for()
+        page.page.get_by_role("button", name="search on").click()
+        page.page.get_by_text("240 rollouts of this step fit, 480 of other steps", exact=True).wait_for()
+        assert page.page.get_by_role("button", name="search on").count() == 0
+        page.leave()
+
+
 def test_runs_are_sorted_filtered_and_chosen(site: tuple[str, Path], page: Watched) -> None:
     page.open(site[0])
     page.page.get_by_role("button", name="run", exact=True).click()

@@ -34,7 +34,6 @@ from tailrace.reporting.summary import RunSummary
 
 _VERSION = importlib.metadata.version("tailrace")
 _SEARCH_S = 0.4
-_MOST_SEARCHED = 5_000
 _MOST_BODY_BYTES = 1 << 20
 
 
@@ -266,20 +265,16 @@ class Dashboard:
         return record
 
     def search(self, request: Request) -> Matches:
-        """Rollouts that hold a text, or are of an environment, an outcome, a range of reward or length, in the newest
-        files first; `left` says where to go on."""
+        """Rollouts that hold a text, or are of an environment, an outcome, a range of reward or length: in the file
+        that is viewed (`kind=step&step=7`), then in the newest; `from=step_3` goes on where an answer's `next` said."""
         wanted = Wanted(**{name: request.query_params.get(name, "") for name in Wanted.__struct_fields__})
         if wanted.is_any:
             raise NotFound("there is nothing to search for")
         rollouts = self._run(request).rollouts
-        files = rollouts.files()
-        newest: list[tuple[Kind, int]] = sorted(
-            [*(("evaluation", step) for step in files.evaluations), *(("step", step) for step in files.steps)],
-            key=lambda file: -file[1],
-        )
-        before = _number(request, "before")
-        chosen = [file for file in newest if before is None or file[1] < before][:_MOST_SEARCHED]
-        return rollouts.search(wanted, chosen, seconds=_SEARCH_S)
+        files = rollouts.newest_first((_kind(request), _number(request, "step") or 0))
+        names = [f"{kind}_{step}" for kind, step in files]
+        begin = request.query_params.get("from", "")
+        return rollouts.search(wanted, files[names.index(begin) if begin in names else 0 :], seconds=_SEARCH_S)
 
     def tokens(self, request: Request) -> TokenPage:
         """A stretch of a branch of a rollout: `step=3&id=...&branch=0&from=4000&count=20000`."""

@@ -146,8 +146,10 @@ class Matches(msgspec.Struct, frozen=True):
     """What a search has found so far."""
 
     matches: list[Match]
-    left: list[tuple[str, int]]
-    """Files that were not looked at, as time was up."""
+    left: int = 0
+    """Files that were not looked at, as time was up or there were many matches."""
+    next: str = ""
+    """The first of those, as in `step_12`: where a search goes on."""
 
 
 @dataclass(slots=True)
@@ -189,6 +191,13 @@ class RolloutFiles:
             pass
         return StepFiles(sorted(found["step"]), sorted(found["evaluation"]))
 
+    def newest_first(self, viewed: tuple[Kind, int]) -> list[tuple[Kind, int]]:
+        """All that there are, that which is viewed before the others."""
+        files = self.files()
+        found: list[tuple[Kind, int]] = [("evaluation", step) for step in files.evaluations]
+        found += [("step", step) for step in files.steps]
+        return sorted(found, key=lambda file: (file != viewed, -file[1]))
+
     def rows(self, kind: Kind, step: int) -> list[RolloutRow]:
         """Those of one file, without lines that were cut short; none without the file."""
         with self._lock:
@@ -217,13 +226,13 @@ class RolloutFiles:
         needle = msgspec.json.encode(wanted.text)[1:-1].lower()
         for number, (kind, step) in enumerate(files):
             if len(found) >= _SEARCH_MATCHES or (number and time.monotonic() > until):
-                return Matches(found, [*files[number:]])
+                return Matches(found, len(files) - number, f"{kind}_{step}")
             with self._lock:
                 index = self._index(kind, step)
                 places = [one for one in zip(index.rows, index.places, strict=True) if wanted.takes(one[0])]
             excerpts = _excerpts(self.path(kind, step), needle, places) if needle else _task_ids(places)
             found += [Match(kind, step, row.rollout_id, row.task_id, row.reward, excerpt) for row, excerpt in excerpts]
-        return Matches(found, [])
+        return Matches(found)
 
     def _index(self, kind: Kind, step: int) -> _Index:
         path = self.path(kind, step)

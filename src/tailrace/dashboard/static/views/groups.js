@@ -24,23 +24,25 @@ export async function show(target, context) {
   const about = h("div", { class: "small soft" });
   const axis = h("div", { class: "axis" });
   const matches = h("div", {});
-  const draw = () => { drawStrips(list, state); drawHistogram(bins, axis, state, draw); drawAbout(about, state); };
-  const set = (changes) => { Object.assign(state.filter, changes); amend(state.filter); draw(); };
+  const draw = () => { drawStrips(list, state); drawHistogram(bins, axis, state, set); drawAbout(about, state); };
+  const set = (changes) => { Object.assign(state.filter, changes); amend(state.filter); search(); };
 
   const environments = [...new Set(found.rollouts.map((rollout) => rollout.environment))];
   const outcomes = [...new Set(found.rollouts.flatMap((rollout) => [rollout.outcome.state, rollout.outcome.reason]).filter(Boolean))];
-  const search = async (everywhere) => {
-    const text = state.filter.text?.trim();
-    state.holds = null;
+  const search = async (everywhere = false) => {
+    const asked = (state.asked = { ...state.filter, text: state.filter.text?.trim(), kind, step });
+    const answer = asked.text || everywhere ? await ofRun(run, "search", asked, alive) : null;
+    if (state.asked !== asked) return; // the filters have changed since
+    const here = answer?.matches.filter((match) => match.kind === kind && match.step === step).map((match) => match.rollout_id);
+    state.holds = asked.text ? new Set(here) : null;
     replace(matches);
-    if (text || everywhere) {
-      const answer = await ofRun(run, "search", { ...state.filter, text, before: everywhere ? undefined : step + 1 }, alive);
-      const here = answer.matches.filter((match) => match.kind === kind && match.step === step).map((match) => match.rollout_id);
-      if (text) state.holds = new Set(here);
-      drawMatches(matches, answer, state, here.length, () => search(true), everywhere);
-    }
+    if (answer) showMatches(answer, asked, here.length);
     draw();
   };
+  const showMatches = (answer, asked, numHere) => drawMatches(matches, answer, state, numHere, async () => {
+    const more = await ofRun(run, "search", { ...asked, from: answer.next }, alive);
+    if (state.asked === asked) showMatches({ ...more, matches: [...answer.matches, ...more.matches] }, asked, numHere);
+  });
   const select = (label, name, values) => values.length > 1 && h("select", { "aria-label": label, onchange: (event) => set({ [name]: event.target.value }) },
     h("option", { value: "" }, `all ${label}s`), values.map((value) => h("option", { value, selected: value === filter[name] }, value)));
   const sortBy = async (name) => {
@@ -62,7 +64,7 @@ export async function show(target, context) {
   target.append(
     h("div", { class: "bar" }, stepPicker(detail, kind, step, alive, (newKind, newStep) => go(run, "groups", { ...parameters, kind: newKind === "step" ? "" : newKind, step: newStep, since: "" })), detail.row.state === "running" && kind === "step" && h("button", { onclick: () => go(run, "groups", { ...parameters, step: "" }) }, "newest")),
     h("div", { class: "bar" },
-      h("input", { type: "search", placeholder: "Search texts and tasks", "aria-label": "Search texts and tasks", value: filter.text ?? "", size: 26, onchange: (event) => { set({ text: event.target.value }); search(false); } }),
+      h("input", { type: "search", placeholder: "Search texts and tasks", "aria-label": "Search texts and tasks", value: filter.text ?? "", size: 26, onchange: (event) => set({ text: event.target.value }) }),
       select("environment", "environment", environments), select("outcome", "outcome", outcomes),
       h("label", {}, "reward", h("input", { value: filter.reward ?? "", placeholder: "0.5..1", size: 8, "aria-label": "Range of reward", onchange: (event) => set({ reward: event.target.value }) })),
       h("label", {}, "length", h("input", { value: filter.length ?? "", placeholder: "..200", size: 8, "aria-label": "Range of length", onchange: (event) => set({ length: event.target.value }) })),
@@ -70,7 +72,7 @@ export async function show(target, context) {
       h("label", { title: "For `what changed most`: the other step" }, "since", h("input", { type: "number", value: state.since ?? "", "aria-label": "Compared with step", onchange: async (event) => { state.since = event.target.value; state.before = null; amend({ since: state.since }); await compare(); await sortBy("change"); } })),
       h("button", { onclick: () => search(Object.values(state.filter).some(Boolean)), title: "The same filters, in all files of the run" }, "in all steps")),
     h("div", { class: "split" }, h("div", {}, matches, h("div", { class: "panel pad" }, list)), h("aside", { class: "panel pad" }, h("h3", {}, "Rewards"), bins, axis, about)));
-  if (filter.text) await search(false);
+  if (filter.text) await search();
   if (state.sort === "change") await compare();
   draw();
   if (detail.row.state === "running" && parameters.step === undefined && kind === "step") {
@@ -105,13 +107,13 @@ export function cellOf(rollout, state, low, high) {
     onpointermove: (event) => showTip(visible(text), event.clientX, event.clientY), onpointerleave: () => showTip("") }, isNumber(reward) ? "" : "×");
 }
 
-function drawHistogram(target, axis, state, draw) {
+function drawHistogram(target, axis, state, set) {
   const { low, high, counts } = histogram(state.rollouts);
   const most = Math.max(1, ...counts), width = (high - low) / counts.length;
   replace(target, counts.map((count, i) => {
     const range = `${Number((low + i * width).toPrecision(4))}..${Number((low + (i + 1) * width).toPrecision(4))}`;
     const pressed = state.filter.reward === range;
-    return h("button", { title: `${range}: ${count} rollouts`, "aria-label": `Rewards ${range}: ${count} rollouts`, "aria-pressed": String(pressed), onclick: () => { state.filter.reward = pressed ? "" : range; amend(state.filter); draw(); } }, h("i", { style: { height: `${(100 * count) / most}%` } }));
+    return h("button", { title: `${range}: ${count} rollouts`, "aria-label": `Rewards ${range}: ${count} rollouts`, "aria-pressed": String(pressed), onclick: () => set({ reward: pressed ? "" : range }) }, h("i", { style: { height: `${(100 * count) / most}%` } }));
   }));
   replace(axis, h("span", {}, fixed(low, 2)), h("span", {}, fixed(high, 2)));
 }
@@ -129,10 +131,11 @@ function drawAbout(target, state) {
       .map(([name, value]) => [h("dt", {}, name), h("dd", {}, String(value))])));
 }
 
-function drawMatches(target, answer, state, numHere, everywhere, wasEverywhere) {
+function drawMatches(target, answer, state, numHere, goOn) {
   const others = answer.matches.filter((match) => match.step !== state.step || match.kind !== state.kind);
-  replace(target, h("details", { class: "panel pad", open: others.length > 0 && (!numHere || !state.holds), style: { margin: "0 0 10px" } },
-    h("summary", {}, `${numHere} rollouts of this step fit, ${others.length} of other steps${answer.left.length ? `; ${answer.left.length} files were not searched` : ""}`),
-    others.slice(0, 50).map((match) => h("div", {}, h("a", { href: to(state.run, "rollout", { kind: match.kind === "step" ? "" : match.kind, step: match.step, id: match.rollout_id }) }, `${match.kind} ${match.step}`), ` reward ${fixed(match.reward, 2)} `, h("span", { class: "mono soft", dir: "auto" }, visible(match.excerpt)))),
-    !wasEverywhere && h("button", { onclick: everywhere }, "Search later steps too")));
+  const isOpen = target.firstElementChild?.open || (others.length > 0 && (!numHere || !state.holds));
+  replace(target, h("details", { class: "panel pad", open: isOpen, style: { margin: "0 0 10px" } },
+    h("summary", {}, `${numHere} rollouts of this step fit, ${others.length} of other steps${answer.left ? `; ${answer.left} files were not searched` : ""}`),
+    others.map((match) => h("div", {}, h("a", { href: to(state.run, "rollout", { kind: match.kind === "step" ? "" : match.kind, step: match.step, id: match.rollout_id }) }, `${match.kind} ${match.step}`), ` reward ${fixed(match.reward, 2)} `, h("span", { class: "mono soft", dir: "auto" }, visible(match.excerpt)))),
+    answer.left > 0 && h("button", { onclick: goOn }, "search on")));
 }
