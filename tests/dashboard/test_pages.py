@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 import msgspec
+import numpy as np
 import pytest
 
-from tailrace.records import Message
+from tailrace.records import Branch, Completion, FinishReason, Message
 from tests.support.browsers import Watched, browser, dashboard, watched
 from tests.support.made_runs import MadeRun, write_export
 
@@ -231,6 +232,32 @@ def test_tokens_by_what_is_known_of_them_and_branches_beside_each_other(site: tu
     page.page.get_by_label("Find a text").fill("Piper")
     page.page.keyboard.press("Enter")
     page.until("document.querySelector('aside').textContent.includes('Piper')")
+
+
+class Forking(MadeRun):
+    """Of three branches the last one forks from the first later than from the second."""
+
+    def branches(self, step: int) -> list[Branch]:
+        made = [Branch() for _ in range(3)]
+        for branch, fork in zip(made, (30, 5, 12), strict=True):
+            branch.extend_context(np.where(np.arange(30) < fork, 7, 7 + fork).astype(np.int32))
+            ids = np.arange(4, dtype=np.int32)
+            branch.extend_completion(Completion(ids, np.zeros(4, np.float32), ids * 0, FinishReason.STOP))
+        return made
+
+
+def test_two_branches_stand_beside_each_other_where_these_two_fork(tmp_path: Path, page: Watched) -> None:
+    run = Forking(folder=tmp_path / "run")
+    run.write_steps(1)
+    run.write_tokens([1], exported=False)
+    with dashboard(run.folder) as link:
+        page.open(f"{link}#/run/run/tokens?step=1&branch=2&id={quote('sort/train/100#1.1.0', safe='')}")
+        for beside, forks_at in (("0", 12), ("1", 5), ("", 5)):  # alone: from the one before it
+            page.page.get_by_label("Beside it").select_option(beside)
+            page.until("count => document.querySelectorAll('.viewport').length === count", arg=1 + bool(beside))
+            page.page.get_by_role("button", name="to the fork").click()
+            assert re.search(rf"position\s+{forks_at}\s", page.page.get_by_label("The token").inner_text())
+        page.leave()
 
 
 def test_an_axis_of_nearly_equal_values_has_room_for_ticks(site: tuple[str, Path], page: Watched) -> None:

@@ -33,7 +33,7 @@ class BranchInfo(msgspec.Struct, frozen=True, kw_only=True):
     num_tokens: int
     num_completion_tokens: int
     forks_at: int
-    """How many tokens it has in common with the branch before it; 0 for the first."""
+    """How many tokens it has in common with the branch of the page; for that branch itself, all."""
 
 
 class TokenPage(msgspec.Struct, frozen=True, kw_only=True):
@@ -122,7 +122,7 @@ def _page(branches: list[BranchTokens], place: int, first: int, count: int) -> T
     return TokenPage(
         rollout_id=branch.key.rollout_id,
         step=branch.key.step,
-        branches=[_info(branches, number) for number in range(len(branches))],
+        branches=[_info(each, branch) for each in branches],
         branch=place,
         first=where.start,
         reward=branch.key.reward,
@@ -148,13 +148,13 @@ def _page(branches: list[BranchTokens], place: int, first: int, count: int) -> T
     )
 
 
-def _info(branches: list[BranchTokens], place: int) -> BranchInfo:
-    key = branches[place].key
+def _info(branch: BranchTokens, shown: BranchTokens) -> BranchInfo:
+    key = branch.key
     return BranchInfo(
         branch=key.branch,
         num_tokens=key.num_tokens,
         num_completion_tokens=key.num_completion_tokens,
-        forks_at=shared_prefix(branches[place - 1], branches[place]) if place else 0,
+        forks_at=shared_prefix(shown, branch),
     )
 
 

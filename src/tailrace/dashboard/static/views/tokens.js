@@ -28,7 +28,7 @@ export async function show(target, context) {
   const ramp = h("div", { class: "bar small soft", style: { margin: "0", flex: "1", minWidth: "220px" } });
   const tokens = new Tokens();
   tokens.append(page);
-  const fork = branch > 0 ? info.forks_at : page.branches[1]?.forks_at ?? null;
+  const fork = page.branches[branch > 0 ? branch - 1 : 1]?.forks_at ?? null; // from the branch before it
   const main = new TokenCanvas(tokens, { fork, onChoose: (at) => drawDetail(detail, tokens, at, page), label: `Branch ${info.branch}` });
   const shown = [main];
   const setShade = (name) => { for (const one of shown) { one.shade = name; one.later(); } amend({ by: name === "logprob" ? "" : name }); drawRamp(ramp, name); };
@@ -37,11 +37,11 @@ export async function show(target, context) {
   const views = h("div", { class: "side", style: { overflow: "hidden", padding: "0" } }, wrap(main.element));
   const other = async (place) => {
     for (const one of shown.splice(1)) { one.destroy(); one.element.parentElement.remove(); }
+    main.fork = place === "" ? fork : page.branches[Number(place)].forks_at;
     if (place === "") { main.resize(); return; }
     const found = await ask(Number(place), 0, FIRST_TOKENS), theirs = new Tokens();
     theirs.append(found);
-    const at = Math.max(found.branches[Number(place)].forks_at, 0) || fork;
-    const beside = new TokenCanvas(theirs, { fork: at, onChoose: (chosen) => drawDetail(detail, theirs, chosen, found), label: `Branch ${found.branches[Number(place)].branch}` });
+    const beside = new TokenCanvas(theirs, { fork: main.fork, onChoose: (chosen) => drawDetail(detail, theirs, chosen, found), label: `Branch ${found.branches[Number(place)].branch}` });
     beside.shade = main.shade;
     shown.push(beside);
     views.append(wrap(beside.element));
@@ -68,7 +68,7 @@ export async function show(target, context) {
       h("label", {}, "colour", h("select", { "aria-label": "Colour tokens by", onchange: (event) => setShade(event.target.value) }, shades.map(([value, { title }]) => h("option", { value, selected: value === by }, title)))), ramp,
       page.branches.length > 1 && h("label", {}, "branch", h("select", { "aria-label": "Branch", onchange: (event) => go(run, "tokens", { ...parameters, branch: event.target.value }) }, page.branches.map((one, place) => h("option", { value: place, selected: place === branch }, `${one.branch}: ${compact(one.num_tokens)} tokens`)))),
       page.branches.length > 1 && h("label", {}, "beside", h("select", { "aria-label": "Beside it", onchange: (event) => other(event.target.value) }, h("option", { value: "" }, "nothing"), page.branches.map((one, place) => place !== branch && h("option", { value: place }, `${one.branch}`)))),
-      fork !== null && h("button", { onclick: () => choose(Math.min(fork, tokens.count - 1)) }, "to the fork"),
+      fork !== null && h("button", { onclick: () => choose(Math.min(main.fork, tokens.count - 1)) }, "to the fork"),
       h("button", { onclick: () => choose(leastLikely(tokens, main.chosen)), title: "And again: the next" }, "least likely"),
       h("input", { type: "search", placeholder: "Find a text", "aria-label": "Find a text", size: 14, onkeydown: (event) => { if (event.key === "Enter" && event.target.value) choose(placeOf(event.target.value, tokens, main.chosen)); } })),
     h("div", { class: "tokens" }, views, detail));
