@@ -232,6 +232,27 @@ def test_tokens_by_what_is_known_of_them_and_branches_beside_each_other(site: tu
     page.page.get_by_label("Find a text").fill("Piper")
     page.page.keyboard.press("Enter")
     page.until("document.querySelector('aside').textContent.includes('Piper')")
+    page.page.get_by_label("Find a text").fill("Piper and")
+    page.page.keyboard.press("Enter")
+    page.page.get_by_text("not found", exact=True).wait_for()
+
+
+def test_a_text_is_found_wherever_in_tokens_it_begins_and_ends(site: tuple[str, Path], page: Watched) -> None:
+    page.open(site[0])
+    ask = """([text, after]) => import('./token_canvas.js').then(({ Tokens }) => {
+      const tokens = new Tokens();
+      tokens.append({ texts: ["The", " dri", "ft", "", " of", " the", " drift"] });
+      return tokens.find(text, after);
+    })"""
+    for text, after, found in (
+        ("drift", -1, [1, 2]),
+        ("drift", 1, [6, 6]),
+        ("drift", 6, [1, 2]),  # from the first again
+        ("rift of", -1, [1, 4]),
+        ("the", -1, [5, 5]),
+        ("drifts", -1, None),
+    ):
+        assert page.page.evaluate(ask, [text, after]) == found
 
 
 class Forking(MadeRun):

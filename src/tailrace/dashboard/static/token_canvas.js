@@ -23,6 +23,15 @@ export class Tokens {
   get(name, at) {
     return this.columns[name]?.[at] ?? null;
   }
+
+  /** The first and the last token of the next place behind token `after` where a text stands, else of the first; null without one. */
+  find(text, after) {
+    const ends = [];
+    let whole = "";
+    for (const each of this.columns.texts) ends.push((whole += each).length);
+    const next = whole.indexOf(text, ends[after] ?? 0), at = next >= 0 ? next : whole.indexOf(text);
+    return at < 0 ? null : [at, at + text.length - 1].map((place) => ends.findIndex((end) => end > place));
+  }
 }
 
 /** What colours a token by: the strength from 0 to 1 and the colour; null leaves it plain. */
@@ -40,7 +49,7 @@ const two = (strength, value) => (value === null || !Number.isFinite(strength) ?
 
 export class TokenCanvas {
   constructor(tokens, { onChoose, fork = null, label = "Tokens" }) {
-    Object.assign(this, { tokens, onChoose, fork, shade: "logprob", chosen: -1, hovered: -1, laidOut: 0 });
+    Object.assign(this, { tokens, onChoose, fork, shade: "logprob", chosen: -1, hovered: -1, found: null, laidOut: 0 });
     this.canvas = h("canvas", { "aria-hidden": "true" });
     this.room = h("div", {}, this.canvas);
     this.element = h("div", { class: "panel viewport", tabindex: "0", role: "application", "aria-label": `${label}: arrow keys choose a token` }, this.room);
@@ -137,6 +146,7 @@ export class TokenCanvas {
       if (tint && tint[1] > 0.01) { pen.fillStyle = alpha(shades[tint[0]], tint[1]); pen.fillRect(x, y + 1, Math.max(2, width - 0.5), LINE - 2); }
       if (origin === TOOL) { pen.fillStyle = paints.tool; pen.fillRect(x, y + LINE - 3, width, 1.5); }
       if (at === this.fork) { pen.fillStyle = paints.accent; pen.fillRect(x - 1, y - 1, 2, LINE + 2); }
+      if (this.found && at >= this.found[0] && at <= this.found[1]) { pen.fillStyle = paints.accent; pen.fillRect(x, y + LINE - 2, width, 2); }
       pen.fillStyle = origin === SAMPLED ? paints.text : origin === TOOL ? paints.tool : this.fork !== null && at < this.fork ? paints.faint : paints.soft;
       pen.fillText(this.shown[at], x, y + LINE / 2 + 0.5, Math.max(this.width - PAD - x, 1));
       if (at === this.chosen || at === this.hovered) { pen.strokeStyle = paints.accent; pen.lineWidth = at === this.chosen ? 2 : 1; pen.strokeRect(x + 0.5, y + 1, Math.max(3, width - 1), LINE - 2); }

@@ -58,6 +58,13 @@ export async function show(target, context) {
     }
     if (into.count < num_tokens && !alive.aborted) target.append(h("p", { class: "soft" }, `The first ${compact(into.count)} of ${compact(num_tokens)} tokens are here.`));
   };
+  const missing = h("span", { class: "soft", role: "status" });
+  const find = (text) => {
+    main.found = tokens.find(text, main.chosen);
+    missing.textContent = main.found ? "" : tokens.count < info.num_tokens ? "not in the tokens that are here" : "not found";
+    main.later();
+    choose(main.found?.[0] ?? -1);
+  };
   const choose = (at) => { if (at >= 0) { main.choose(at); main.show(at, true); } };
   document.addEventListener("keydown", (event) => { if (isOurs(event) && event.key === "u") go(run, "rollout", rollout); }, { signal: alive });
   target.append(
@@ -70,7 +77,7 @@ export async function show(target, context) {
       page.branches.length > 1 && h("label", {}, "beside", h("select", { "aria-label": "Beside it", onchange: (event) => other(event.target.value) }, h("option", { value: "" }, "nothing"), page.branches.map((one, place) => place !== branch && h("option", { value: place }, `${one.branch}`)))),
       fork !== null && h("button", { onclick: () => choose(Math.min(main.fork, tokens.count - 1)) }, "to the fork"),
       h("button", { onclick: () => choose(leastLikely(tokens, main.chosen)), title: "And again: the next" }, "least likely"),
-      h("input", { type: "search", placeholder: "Find a text", "aria-label": "Find a text", size: 14, onkeydown: (event) => { if (event.key === "Enter" && event.target.value) choose(placeOf(event.target.value, tokens, main.chosen)); } })),
+      h("input", { type: "search", placeholder: "Find a text", "aria-label": "Find a text", size: 14, onkeydown: (event) => { if (event.key === "Enter" && event.target.value) find(event.target.value); } }), missing),
     h("div", { class: "tokens" }, views, detail));
   main.shade = by;
   drawRamp(ramp, by);
@@ -85,17 +92,6 @@ export async function show(target, context) {
 }
 
 export const shown = (_target, context) => { context.start?.().catch((error) => { if (error.name !== "AbortError") throw error; }); };
-
-/** The next token behind `after` at which a text begins, from the first again behind the last; -1 without one. */
-function placeOf(text, tokens, after) {
-  for (let i = 1; i <= tokens.count; i++) {
-    const at = (after + i) % tokens.count;
-    let joined = "";
-    for (let j = at; j < tokens.count && joined.length < text.length; j++) joined += tokens.get("texts", j);
-    if (joined.startsWith(text) || tokens.get("texts", at).trim() === text.trim()) return at;
-  }
-  return -1;
-}
 
 /** The least likely token of those likelier than the chosen one; -1 without one. */
 function leastLikely(tokens, chosen) {
