@@ -176,13 +176,16 @@ class StreamWriter:
         return True
 
     def _write_parts(self, messages: Sequence[Message]) -> None:
-        """Before any entry tells of them: Redis, full or read-only, may refuse a command and take the next."""
+        """Before any entry tells of them: Redis, full or read-only, may refuse a command and take the next.
+
+        After an outage it is asked first what is there: an entry would hide that those before it are lost.
+        """
         parts: list[Command] = [
             ("SET", part_key(self.key, message.number, number), part)
             for message in messages
             for number, part in enumerate(message.parts())
         ]
-        for reply in self._redis.execute(parts) if parts else ():
+        for reply in self._redis.execute(parts, repeats=False) if parts else ():
             raised(reply)
 
     def _some_unwritten(self) -> list[Message]:
