@@ -46,12 +46,22 @@ async def deaf() -> int:
 async def whole(manner: str) -> int:
     if not manner.startswith("around"):
         return await main(manner)
-    work = deaf() if manner == "around-deaf" else main("waits") if manner == "around-waits" else asleep()
+    work = {"around-deaf": deaf, "around-waits": waits, "around-closes": closes}.get(manner, asleep)()
     try:
         return await until_stopped(work)
     except Stopped as stopped:
         print(f"stopped by {stopped.code.name}", flush=True)
         return stopped.code
+
+
+async def waits() -> int:
+    return await main("waits")
+
+
+async def closes() -> int:
+    """What handled a signal by itself has ended, and not yet the command."""
+    await main("waits")
+    return await asleep()
 
 
 async def asleep() -> int:

@@ -110,3 +110,24 @@ def test_a_signal_before_a_run_hears_them_is_not_lost(loop: str, manner: str, sa
         assert process.wait(timeout=60) == 143
         assert process.stdout
         assert process.stdout.read() == said
+
+
+def test_a_signal_that_work_has_answered_is_the_first_to_what_is_around_it() -> None:
+    with program("asyncio", "around-closes") as process:
+        assert process.stdout
+        process.send_signal(signal.SIGINT)
+        assert [process.stdout.readline() for _ in range(2)] == ["asked by INTERRUPTED\n", "ready\n"]
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=60) == 130
+        assert process.stdout.read() == ""  # it ended at once
+
+
+def test_so_is_a_notice_of_preemption_and_the_sigterm_after_it_ends_nothing() -> None:
+    with program("asyncio", "around-closes") as process:
+        assert process.stdout
+        process.send_signal(signal.SIGUSR1)
+        assert [process.stdout.readline() for _ in range(2)] == ["asked by PREEMPTED\n", "ready\n"]
+        for number in (signal.SIGHUP, signal.SIGTERM):
+            process.send_signal(number)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(timeout=0.5)

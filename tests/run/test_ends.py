@@ -9,9 +9,12 @@ from pathlib import Path
 import pytest
 
 from tailrace.cli import main
+from tailrace.lifecycle.signals import until_stopped
 from tailrace.records import RunStatus
 from tailrace.reporting.summary import read_summary
+from tailrace.reporting.trackers.hub import Trackers
 from tailrace.run import roles
+from tailrace.transport.events.log import FileEventLog
 from tests.run.runs import REPORT, RESUMED, ROLES, TINY, command, environment, records, run_inline, trained_tasks
 from tests.support.run_environments import released
 
@@ -96,6 +99,37 @@ async def test_a_signal_stops_in_order_with_a_last_save(tmp_path: Path, number: 
     assert Path(summary.checkpoint_path).is_dir()
     assert (tmp_path / "run" / "summary.json").is_file()
     assert summary.ledger.balances
+
+
+@pytest.mark.parametrize("moment", [(FileEventLog, "close"), (Trackers, "summarise")], ids=["closing", "writing"])
+@pytest.mark.parametrize(
+    ("signals", "code"),
+    [((None, signal.SIGINT), 0), ((signal.SIGUSR1, signal.SIGTERM), 75)],
+    ids=["end", "notice"],
+)
+async def test_a_signal_after_the_end_of_a_run_takes_nothing_from_it(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    moment: tuple[type, str],
+    signals: tuple[signal.Signals | None, signal.Signals],
+    code: int,
+) -> None:
+    ending, (first, then) = getattr(*moment), signals
+
+    def ending_late(*arguments: object) -> object:
+        signal.raise_signal(then)
+        return ending(*arguments)
+
+    monkeypatch.setattr(*moment, ending_late)
+    chosen: tuple[str, ...] = ("--max_steps", "1")
+    if first is not None:
+        metrics = str(tmp_path / "run" / "metrics.jsonl")
+        number = ("--environment.args.number", str(int(first)))
+        chosen = (*environment("signalling"), *number, "--environment.args.after", metrics, "--max_steps", "1000")
+    summary = await until_stopped(run_inline(tmp_path, *chosen))
+    assert summary.exit_code == code
+    assert summary.status is (RunStatus.FINISHED if first is None else RunStatus.CANCELLED)
+    assert read_summary(tmp_path / "run") == summary
 
 
 async def test_a_notice_of_preemption_in_the_folder_stops_with_a_last_save_and_is_not_there_for_the_next_start(

@@ -40,7 +40,8 @@ class StopSignals:
     """Handles signals to stop while entered, with a running event loop; in another thread than the main one, none.
 
     The first calls `request_stop` on the loop; a later one `abort` in the signal handler, as the loop may be stuck. One
-    that came to those around these counts: what it interrupted may have taken no notice.
+    that came to those around these counts: what it interrupted may have taken no notice. One that came to these is a
+    first one to those around them from then on, which ask for nothing any more.
     """
 
     def __init__(self, request_stop: Callable[[ExitCode], object], abort: Callable[[ExitCode], None]) -> None:
@@ -49,10 +50,13 @@ class StopSignals:
         self._previous: dict[signal.Signals, Any] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._terminals: list[int] = []
+        self._around: StopSignals | None = None
         self._token: Token[StopSignals | None] | None = None
         self._notice_was_followed = False
+        self._first: ExitCode | None = None
+        """Of the first signal to these, or to others within, which have answered it."""
         self.exit_code: ExitCode | None = None
-        """Of the first signal; None while there was none."""
+        """Of the first signal to these; None while there was none."""
 
     def __enter__(self) -> StopSignals:
         self._loop = asyncio.get_running_loop()
@@ -61,15 +65,18 @@ class StopSignals:
             if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
                 self._previous[number] = signal.signal(number, self._handle)
         self._terminals = [descriptor for descriptor in (0, 1, 2) if os.isatty(descriptor)]
-        around = _entered.get()
+        self._around = _entered.get()
         self._token = _entered.set(self)
-        if around is not None and around.exit_code is not None:
-            self.ask(around.exit_code)
+        if self._around is not None and self._around.exit_code is not None:
+            self.ask(self._around.exit_code)
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._token is not None:
             _entered.reset(self._token)
+        if self._around is not None:
+            self._around._first = self._around._first or self._first
+            self._around._notice_was_followed |= self._notice_was_followed
         for number, previous in self._previous.items():
             signal.signal(number, previous)
 
@@ -77,18 +84,18 @@ class StopSignals:
         exit_code = EXIT_CODES[signal.Signals(number)]
         if exit_code is ExitCode.HUNG_UP:
             self._leave_terminal()
-        follows_notice = self.exit_code is ExitCode.PREEMPTED and exit_code is ExitCode.TERMINATED
+        follows_notice = self._first is ExitCode.PREEMPTED and exit_code is ExitCode.TERMINATED
         if follows_notice and not self._notice_was_followed:
             self._notice_was_followed = True
-        elif self.exit_code is not None and exit_code not in _ONLY_ASK:
+        elif self._first is not None and exit_code not in _ONLY_ASK:
             self._abort(exit_code)
         else:
             self.ask(exit_code)
 
     def ask(self, exit_code: ExitCode) -> None:
         """As the first signal of this exit code does; the first of all counts."""
-        if self.exit_code is None:
-            self.exit_code = exit_code
+        if self._first is None:
+            self._first = self.exit_code = exit_code
             if self._loop:
                 self._loop.call_soon_threadsafe(self._request_stop, exit_code)
 

@@ -97,6 +97,8 @@ class Orchestrator(WeightListener, ReplicaListener):
         """Whether rollouts are scheduled, or were."""
         self.error: BaseException | None = None
         """What failed the run."""
+        self.is_done = False
+        """Whether `run` has ended: nothing can be asked of it any more."""
         self._roles, self._log, self._paths = roles, log, paths
         self._rollouter, self._scheduler, self._states = rollouter, scheduler, states
         self._observer, self._evaluator = observer, evaluator
@@ -133,6 +135,7 @@ class Orchestrator(WeightListener, ReplicaListener):
             cancel = lambda: self._cancel(worker, follower, ending)  # noqa: E731
             await run_stage(ShutdownStage.CANCEL_ROLLOUTS, self._roles.shutdown, cancel)
             self._scheduler.finish(RUN_ENDED)
+            self.is_done = True
 
     async def request_stop(self, status: RunStatus, reason: str, *, hurried: bool = False) -> None:
         """Ask the trainer to end; the first request counts. A trainer that is gone is not started again for it.

@@ -105,7 +105,7 @@ async def train(
     devices = await asyncio.to_thread(role_devices, settings)
     environments = await asyncio.to_thread(checked_environments, settings, given)
     await asyncio.to_thread(require_known_files, settings)
-    with open_run_folder(settings, parent) as paths:
+    with open_run_folder(settings, parent) as paths, contextlib.ExitStack() as until_written:
         try:
             summary = await _train_in(
                 *(paths, settings, recipe, environments, devices),
@@ -113,6 +113,7 @@ async def train(
                 abort=abort,
                 resume_with=resume_with,
                 outside=outside,
+                until_written=until_written,
             )
         except Exception as error:
             await asyncio.to_thread(_write_failed, settings, paths, error)
@@ -134,8 +135,9 @@ async def _train_in(
     abort: Callable[[ExitCode], NoReturn],
     resume_with: str,
     outside: OutsideProgram | None,
+    until_written: contextlib.ExitStack,
 ) -> RunSummary:
-    """Train in a folder that is this run's alone."""
+    """Train in a folder that is this run's alone. `until_written` holds what hears signals once roles are there."""
     renderer = await asyncio.to_thread(make_renderer, settings, paths.tokenizer)
     given, settings = settings, with_scaled_deadlines(within_own_context(settings, renderer))
     tasks = [len(loaded.spec.train_tasks) for loaded in environments.values()]
@@ -179,14 +181,15 @@ async def _train_in(
         await stack.enter_async_context(page_beside(observability.ui, paths.root, paths.logs / "dashboard.log"))
         async with compose(ground) as run:
             live.follow(run.view)
-            with _stop_signals(run, live, abort, resume_with) as signals:
-                async with (
-                    callbacks.delivered(run.orchestrator.request_stop),
-                    _watched(run, signals),
-                    program_beside(outside, run.roles.trainer, run.orchestrator.fail),
-                ):
-                    ended = await run.orchestrator.run()
-        summary = await _sum_up(run, ended, _exit_code(ended, run.orchestrator.error, signals))
+            signals = until_written.enter_context(_stop_signals(run, live, abort, resume_with))
+            async with (
+                callbacks.delivered(run.orchestrator.request_stop),
+                _watched(run, signals),
+                program_beside(outside, run.roles.trainer, run.orchestrator.fail),
+            ):
+                ended = await run.orchestrator.run()
+                exit_code = _exit_code(ended, run.orchestrator.error, signals)
+        summary = await _sum_up(run, ended, exit_code)
         trackers.summarise(summary)
         return summary
 
@@ -207,12 +210,15 @@ def checked_environments(settings: RunSettings, given: Mapping[str, object]) -> 
 def _stop_signals(
     run: ComposedRun, live: LiveView, abort: Callable[[ExitCode], NoReturn], resume_with: str
 ) -> StopSignals:
-    """Once: an orderly stop. Twice: everything at once."""
+    """Once: an orderly stop, unless the run has ended by itself. Twice: everything at once."""
     requests: set[asyncio.Task[None]] = set()
     paths = run.ground.paths
 
     def request_stop(code: ExitCode) -> None:
         why, at_once = _STOPPED_BY[code]
+        if run.orchestrator.is_done:
+            _logger.warning("the run has ended, and the rest of its files is written: %s to stop at once", at_once)
+            return
         _logger.warning("stopping, with a last save: %s to stop at once", at_once)
         _logger.warning("afterwards: %s (from %s)", resume_with, paths.checkpoints)
         stop = run.orchestrator.request_stop(RunStatus.CANCELLED, why, hurried=code in _HURRIED)
