@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -14,9 +16,13 @@ import pytest
 
 from tailrace.cli import main
 from tailrace.free_ports import free_port
+from tailrace.lifecycle.early_signals import EXIT_CODES
+from tailrace.lifecycle.roles import RoleSpec
 from tailrace.records import RunStatus
 from tailrace.reporting.summary import RunSummary, read_summary
 from tailrace.run.devices import role_devices
+from tailrace.run.ranks import Rank
+from tailrace.run.trainer_ranks import LaunchedRanks
 from tailrace.training.reports.token_export import read_tokens
 from tests.run.runs import (
     IMPORTS,
@@ -199,10 +205,45 @@ def test_a_dry_run_tells_of_the_ranks(capsys: pytest.CaptureFixture[str]) -> Non
     assert "takes a slice of each row that 2 of them compute together" in " ".join(capsys.readouterr().out.split())
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("launcher", ["torchrun", "srun"])
-def test_ranks_started_by_others_train_too(tmp_path: Path, launcher: str) -> None:
-    arguments = ["train", "quickstart", *TINY, *environment("words"), *TWO, "--max_steps", "2", "--name", "run"]
+TAKING_A_ROLE = """
+import sys
+from tailrace.lifecycle.early_signals import end_at_once_when_asked
+from tailrace.run.ranks import Rank
+from tailrace.run.trainer_ranks import take_role
+from tailrace.training.settings.trainer import TrainerSettings
+
+end_at_once_when_asked()
+sys.exit(take_role(Rank(number=1, size=2, host="127.0.0.1", port=int(sys.argv[1])), TrainerSettings(ranks=2)))
+"""
+
+
+def test_a_rank_that_others_started_leaves_signals_to_process_0(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    port = free_port()
+    ranks = LaunchedRanks(Rank(number=0, size=2, host="127.0.0.1", port=port))
+    settings = str(tmp_path).encode()
+    ranks.give_roles([RoleSpec("trainer-1", "tests.support.light_roles:leave_when_told", settings=settings)])
+    arguments = [sys.executable, "-c", TAKING_A_ROLE, str(port)]
+    with subprocess.Popen(arguments, env={**os.environ, **IMPORTS}) as process:
+        try:
+            deadline_s = time.monotonic() + PATIENCE_S
+            while not (tmp_path / "running").exists():
+                assert process.poll() is None
+                assert time.monotonic() < deadline_s
+                time.sleep(0.02)
+            for number in EXIT_CODES:
+                process.send_signal(number)
+            (tmp_path / "leave").touch()
+            assert process.wait(PATIENCE_S) == 0
+        finally:
+            process.kill()
+
+
+def launched(launcher: str, parent: Path, *overrides: str) -> list[subprocess.Popen[str]]:
+    """The processes of a run that torchrun or srun starts."""
+    arguments = ["train", "quickstart", *TINY, *environment("words"), *TWO, *overrides, "--name", "run"]
     given = {**os.environ, **IMPORTS, "OMP_NUM_THREADS": "1"}
     if launcher == "torchrun":
         commands, environments = [[*TORCHRUN, *arguments]], [given]
@@ -210,16 +251,49 @@ def test_ranks_started_by_others_train_too(tmp_path: Path, launcher: str) -> Non
         commands = [[sys.executable, "-m", "tailrace", *arguments]] * 2
         port = {"MASTER_PORT": str(free_port()), "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1"}
         environments = [{**given, **port, "SLURM_PROCID": str(rank)} for rank in (0, 1)]
-    processes = [
-        subprocess.Popen(one, cwd=tmp_path, env=own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return [
+        subprocess.Popen(one, cwd=parent, env=own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         for one, own in zip(commands, environments, strict=True)
     ]
+
+
+def ended(processes: list[subprocess.Popen[str]]) -> tuple[list[int], str]:
+    """Their exit statuses, and all that they printed."""
     try:
         printed = [process.communicate(timeout=PATIENCE_S)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()
-    assert [process.returncode for process in processes] == [0] * len(processes), "".join(printed)
+    return [process.returncode for process in processes], "".join(printed)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("launcher", ["torchrun", "srun"])
+def test_ranks_started_by_others_train_too(tmp_path: Path, launcher: str) -> None:
+    statuses, printed = ended(launched(launcher, tmp_path, "--max_steps", "2"))
+    assert set(statuses) == {0}, printed
     assert read_summary(tmp_path / "runs" / "run").steps == 2
     checkpoint = tmp_path / "runs" / "run" / "checkpoints" / "step_000002"
     assert len([*(checkpoint / "optimizer").glob("*.distcp")]) == 2
+
+
+@pytest.mark.long
+def test_a_sigterm_to_all_processes_that_srun_started_ends_the_run_with_a_last_save(tmp_path: Path) -> None:
+    processes = launched("srun", tmp_path, "--max_steps", "100000")
+    try:
+        deadline_s = time.monotonic() + PATIENCE_S
+        while not records(tmp_path / "runs" / "run" / "metrics.jsonl"):
+            assert [process.poll() for process in processes] == [None, None]
+            assert time.monotonic() < deadline_s
+            time.sleep(0.02)
+        for process in reversed(processes):
+            process.send_signal(signal.SIGTERM)
+    except BaseException:
+        for process in processes:
+            process.kill()
+        raise
+    statuses, printed = ended(processes)
+    assert statuses == [143, 0], printed
+    summary = read_summary(tmp_path / "runs" / "run")
+    assert (summary.status, summary.exit_code) == (RunStatus.CANCELLED, 143)
+    assert Path(summary.checkpoint_path).name == f"step_{summary.steps:06d}"

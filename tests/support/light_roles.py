@@ -49,6 +49,14 @@ _SOME = 4
 _VOCABULARY = 1024
 
 
+async def leave_when_told(role: Role) -> None:
+    """Says that it runs by a file in the folder that its settings name, and leaves once there is another."""
+    folder = Path(role.spec.settings.decode())
+    (folder / "running").touch()
+    while not (folder / "leave").exists():  # noqa: ASYNC110
+        await asyncio.sleep(_STEP_S)
+
+
 class LightLauncher(LocalLauncher):
     """Starts this trainer and these generators in place of the run's own; any other role is the run's."""
 

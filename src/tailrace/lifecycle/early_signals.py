@@ -29,5 +29,14 @@ def end_at_once_when_asked() -> None:
             signal.signal(number, _end)
 
 
+def leave_to_another_process() -> None:
+    """From now on signals to stop do nothing here: whom they are sent to besides decides when this one ends.
+
+    They are not ignored: what is started from here would inherit that.
+    """
+    for number in EXIT_CODES:
+        signal.signal(number, lambda *_: None)
+
+
 def _end(number: int, _frame: FrameType | None) -> None:
     os._exit(EXIT_CODES[signal.Signals(number)])

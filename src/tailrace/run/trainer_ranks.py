@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from tailrace.errors import LifecycleError, SettingsError
+from tailrace.lifecycle.early_signals import leave_to_another_process
 from tailrace.lifecycle.processes import spawn_role
 from tailrace.lifecycle.roles import RoleSpec
 from tailrace.run.host_transports import TransportAddresses
@@ -78,12 +79,16 @@ class LaunchedRanks:
 
 
 def take_role(rank: Rank, trainer: TrainerSettings) -> int:
-    """Be the rank of the trainer that process 0 says, in a process of its own; its exit status."""
+    """Be the rank of the trainer that process 0 says, in a process of its own; its exit status.
+
+    Signals to stop are left to process 0, which needs every rank for its last save. In the main thread of a command.
+    """
     try:
         text = _launchers_store(rank).get(_key(trainer.rank_names[rank.number]))
     except RuntimeError as error:
         raise LifecycleError(f"process 0 of {rank.size} did not start a run: {error}") from error
     spec = msgspec.json.decode(text, type=RoleSpec)
+    leave_to_another_process()
     process, lifeline = spawn_role(spec, orphan_grace_s=_ORPHAN_GRACE_S, leads_group=False)
     with lifeline:
         return process.wait()
