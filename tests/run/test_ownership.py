@@ -44,7 +44,7 @@ with own_folder(Path(sys.argv[1])) as held:
 
 def left_by(owner: Owner, folder: Path, *, silent_s: float) -> Path:
     """What a file system without common locks shows of an owner elsewhere."""
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     path = folder / OWNER_FILE
     path.write_bytes(msgspec.json.encode(owner))
     then_s = time.time() - silent_s
@@ -146,6 +146,28 @@ def test_an_owner_whose_lock_cannot_be_seen_is_believed_until_it_falls_silent(tm
     left_by(ELSEWHERE, tmp_path / "run", silent_s=LAPSES_AFTER_S + 1)
     with own_folder(tmp_path / "run"):
         assert json.loads(path.read_text())["pid"] == os.getpid()
+
+
+async def test_a_resume_waits_for_an_owner_elsewhere_that_was_killed_to_fall_silent(tmp_path: Path) -> None:
+    await run_inline(tmp_path, "--max_steps", "1")
+    left_by(ELSEWHERE, tmp_path / "run", silent_s=LAPSES_AFTER_S - 0.5)
+    summary = await run_inline(tmp_path, "--max_steps", "2", *RESUMED)
+    assert (summary.exit_code, summary.steps) == (0, 2)
+
+
+async def test_one_that_renews_its_file_is_waited_for_no_longer_and_refuses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ownership, "_LOOK_S", 0.01)
+    path = left_by(ELSEWHERE, tmp_path / "run", silent_s=30)
+    said = asyncio.Event()
+    monkeypatch.setattr(logging.getLogger("tailrace.run.ownership"), "warning", lambda *_: said.set())
+    resuming = asyncio.create_task(run_inline(tmp_path, *RESUMED))
+    await asyncio.wait({resuming, asyncio.create_task(said.wait())}, return_when=asyncio.FIRST_COMPLETED)
+    assert not resuming.done()
+    os.utime(path)
+    with pytest.raises(DataError, match=r"process 7 on node-12"):
+        await resuming
 
 
 @pytest.mark.parametrize(

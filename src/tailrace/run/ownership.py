@@ -6,11 +6,13 @@
 The locks (`flock`) are the kernel's: one goes with the last process that has it, however that ends, so what a crash
 leaves holds nobody up. Roles outlive a killed owner by some seconds, and for them the next owner waits.
 Not every shared file system tells one host of another's locks. So the owner renews the file's time stamp, and where the
-lock proves nothing, the folder is taken to be in use until the file has not been renewed for a while.
+lock proves nothing, the folder is taken to be in use until the file has not been renewed for a while. A run that goes on
+with another host's waits until it can tell: the owner may just have been killed there.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import datetime
 import fcntl
@@ -33,6 +35,9 @@ LAPSES_AFTER_S = 120.0
 ORPHANS_END_S = 20.0
 """How long the next owner waits for what a killed one started, which ends by itself: `ShutdownSettings.terminate_s`."""
 
+_LOOK_S = 1.0
+"""Between two looks for what an owner elsewhere does."""
+
 _logger = logging.getLogger(__name__)
 
 
@@ -53,6 +58,40 @@ class Owner(msgspec.Struct, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}, since {self.started_at}"
+
+
+async def wait_for_owner_elsewhere(folder: Path) -> None:
+    """Wait until an owner on another host that may be alive renews its file, and so is, or has not for too long."""
+    path = folder / OWNER_FILE
+    found = seen = await asyncio.to_thread(_seen_elsewhere, path)
+    if found is not None:
+        owner, _ = found
+        _logger.warning(
+            "waiting for up to %g s, until it shows whether a run goes on in %s (%s)", LAPSES_AFTER_S, folder, owner
+        )
+    while seen is not None and seen == found:
+        await asyncio.sleep(_LOOK_S)
+        seen = await asyncio.to_thread(_seen_elsewhere, path)
+
+
+def _seen_elsewhere(path: Path) -> tuple[Owner, int] | None:
+    """An owner on another host that may be alive, and when it renewed its file; None where there is none.
+
+    What cannot be read is left to `own_folder`, which names it.
+    """
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        owner = _owner(file)
+        if owner is None or not may_be_alive(owner, is_locked_by_us=True, silent_s=_silent_s(file, path)):
+            return None
+        return owner, os.fstat(file).st_mtime_ns
+    except OSError:
+        return None
+    finally:
+        os.close(file)
 
 
 @contextlib.contextmanager
@@ -165,13 +204,17 @@ def _require_gone(file: int, path: Path, *, is_locked: bool) -> None:
     owner = _owner(file)
     if owner is None:
         return
-    os.utime(path.parent)  # so that both times are of the file system's own clock
-    silent_s = path.parent.stat().st_mtime - os.fstat(file).st_mtime
-    if may_be_alive(owner, is_locked_by_us=is_locked, silent_s=silent_s):
+    if may_be_alive(owner, is_locked_by_us=is_locked, silent_s=_silent_s(file, path)):
         lapses = (
             f"if that process is gone, start again {LAPSES_AFTER_S:g} s after its end; else wait for it, or stop it"
         )
         raise _in_use(path, owner, lapses)
+
+
+def _silent_s(file: int, path: Path) -> float:
+    """How long ago the file was renewed."""
+    os.utime(path.parent)  # so that both times are of the file system's own clock
+    return path.parent.stat().st_mtime - os.fstat(file).st_mtime
 
 
 def _in_use(path: Path, owner: Owner | None, what_to_do: str) -> DataError:

@@ -45,6 +45,7 @@ from tailrace.run.limits import require_room
 from tailrace.run.model_checks import require_frozen_models, require_known_files
 from tailrace.run.notices import wait_for_notice
 from tailrace.run.outside_trainer import OutsideProgram, program_beside, require_program
+from tailrace.run.ownership import wait_for_owner_elsewhere
 from tailrace.run.page import page_beside, require_page, views_of_report
 from tailrace.run.parts import (
     describe_places,
@@ -105,6 +106,8 @@ async def train(
     devices = await asyncio.to_thread(role_devices, settings)
     environments = await asyncio.to_thread(checked_environments, settings, given)
     await asyncio.to_thread(require_known_files, settings)
+    if settings.resume:
+        await wait_for_owner_elsewhere(parent / settings.name)
     with open_run_folder(settings, parent) as paths, contextlib.ExitStack() as until_written:
         try:
             summary = await _train_in(
