@@ -4,6 +4,7 @@ Each message says what was found, what was expected and what to do about it, and
 
     TailraceError
     ├── SettingsError, DataError, ModelError        end the command with exit code 2
+    │   └── NotAnswering (a SettingsError)          with 1: it may pass
     ├── RolloutError                                costs one rollout, under a reason that is counted
     │   ├── RolloutTimeout, EnvironmentFailed, InvalidReward, BudgetExceeded
     │   │   └── WorkerLost, ProgramFailed, ClientLost (an EnvironmentFailed)
@@ -39,6 +40,10 @@ class SettingsError(TailraceError):
         """`key` is the setting's place in the tables, from which the caller finds the file and line."""
         super().__init__(message)
         self.key = key
+
+
+class NotAnswering(SettingsError):
+    """Nothing answers where a setting says, which may be different later. Ends the command with exit code 1."""
 
 
 class DataError(TailraceError):

@@ -13,11 +13,13 @@ from pathlib import Path
 
 import pytest
 
+from tailrace.cli import main
 from tailrace.errors import SettingsError
+from tailrace.free_ports import free_port
 from tailrace.records import RunStatus
 from tailrace.reporting.summary import read_summary
 from tailrace.transport.redis.server import RedisServer
-from tests.run.runs import IMPORTS, PATIENCE_S, RESUMED, ROLES, command, records, tiny_settings
+from tests.run.runs import IMPORTS, PATIENCE_S, RESUMED, ROLES, TINY, command, environment, records, tiny_settings
 from tests.run.test_trainer_restarts import FRESH, kill_trainer, require_one_history
 from tests.support.redis_servers import TlsServer, ask, make_certificates, needs_openssl, needs_redis, redis_server
 from tests.transport.redis.test_tls import RIGHTS
@@ -241,3 +243,12 @@ def test_a_redis_that_refuses_ends_the_command_before_anything_starts(tmp_path: 
             status, printed = run.wait()
     assert status == 2, printed
     assert "refuses this user or password" in printed
+
+
+def test_a_redis_that_does_not_answer_yet_is_no_bad_setting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    nobody = ("--transport.redis.url", f"redis://127.0.0.1:{free_port()}")
+    assert main(["train", "quickstart", *TINY, *environment("words"), *OVER_REDIS, *nobody]) == 1
+    assert "no Redis answers at redis://127.0.0.1:" in capsys.readouterr().err

@@ -130,7 +130,7 @@ def placed_at(places: Places) -> Iterator[None]:
     except SettingsError as error:
         if not error.key:
             raise
-        raise SettingsError(f"{places.where(error.key)}: {error}") from error
+        raise type(error)(f"{places.where(error.key)}: {error}") from error
 
 
 def _places(file: SettingsFile, overrides: Iterable[tuple[str, ...]], given_by: str = COMMAND_LINE) -> Places:

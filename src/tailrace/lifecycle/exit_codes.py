@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 
-from tailrace.errors import DataError, ModelError, SettingsError
+from tailrace.errors import DataError, ModelError, NotAnswering, SettingsError
 
 _OF_BAD_SETTINGS = (SettingsError, DataError, ModelError)
 
@@ -30,8 +30,11 @@ def exit_code_of(error: Exception) -> ExitCode:
 
     >>> exit_code_of(SettingsError("unknown setting"))
     <ExitCode.BAD_SETTINGS: 2>
+    >>> exit_code_of(NotAnswering("no Redis answers"))
+    <ExitCode.FAILED: 1>
     """
-    return ExitCode.BAD_SETTINGS if isinstance(error, _OF_BAD_SETTINGS) else ExitCode.FAILED
+    is_wrong = isinstance(error, _OF_BAD_SETTINGS) and not isinstance(error, NotAnswering)
+    return ExitCode.BAD_SETTINGS if is_wrong else ExitCode.FAILED
 
 
 def exit_code_named(kind: str) -> ExitCode:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing_extensions import override
 
 from tailrace.config import RunSettings
-from tailrace.errors import ClusterFull, ReplicaReleased, SettingsError
+from tailrace.errors import ClusterFull, NotAnswering, ReplicaReleased, SettingsError
 from tailrace.generation.engines.protocol import NO_SUPPORTS
 from tailrace.generation.rpc.client import BringWeights, GeneratorClient, LeaveListener, LendWeights, ReportListener
 from tailrace.generation.rpc.messages import WelcomeReply
@@ -151,7 +151,7 @@ class ConnectedGenerator(ReplicaSource):
             await client.leave()
             if not isinstance(error, TimeoutError):
                 raise
-            raise SettingsError(
+            raise NotAnswering(
                 f"generator.connect: no generator answers at {self._address} within {self._wait_s:g} s; start it with "
                 "`tailrace serve MODEL --address ...`, or wait longer (generator.connect_wait_s)"
             ) from None

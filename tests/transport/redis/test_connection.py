@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from tailrace.errors import SettingsError
+from tailrace.errors import NotAnswering, SettingsError
 from tailrace.transport.redis.connection import PASSWORD_VARIABLE, RedisConnection, require_redis, with_password
 from tailrace.transport.redis.server import RedisServer
 from tests.support.redis_servers import ask, needs_redis
@@ -52,7 +52,7 @@ def test_nobody_there_is_refused() -> None:
     with socket.socket() as unheard:
         unheard.bind(("127.0.0.1", 0))
         url = f"redis://127.0.0.1:{unheard.getsockname()[1]}"
-        with pytest.raises(SettingsError, match=r"no Redis answers at redis://127\.0\.0\.1:"):
+        with pytest.raises(NotAnswering, match=r"no Redis answers at redis://127\.0\.0\.1:"):
             require_redis(url, within_s=0.5)
 
 

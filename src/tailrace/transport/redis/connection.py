@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, TypeAlias, cast
 from urllib.parse import urlsplit, urlunsplit
 
-from tailrace.errors import PeerGone, SettingsError, TransportError
+from tailrace.errors import NotAnswering, PeerGone, SettingsError, TransportError
 
 Argument: TypeAlias = bytes | str | int | memoryview
 Command: TypeAlias = Sequence[Argument]
@@ -274,7 +274,10 @@ def _make(url: str, answers_s: float) -> _Wire:
 
 
 def require_redis(url: str, within_s: float = _FIRST_S) -> None:
-    """Raise `SettingsError` unless Redis is there, lets this user in, is new enough, and forgets nothing by itself."""
+    """Raise `SettingsError` unless Redis lets this user in, is new enough, and forgets nothing by itself.
+
+    Where none answers it is `NotAnswering`.
+    """
     connection = RedisConnection(url, outage_s=within_s, answers_s=within_s)
     try:
         server = _info(connection.one("INFO", "server"))
@@ -282,7 +285,7 @@ def require_redis(url: str, within_s: float = _FIRST_S) -> None:
     except TransportError as error:
         scheme = urlsplit(url).scheme
         message = f"no Redis answers at {connection.place} by {scheme}://: {error.__cause__ or error}"
-        raise SettingsError(message, key=_URL) from error
+        raise NotAnswering(message, key=_URL) from error
     finally:
         connection.close()
     version = server.get("redis_version", "0")
