@@ -130,6 +130,17 @@ def test_a_pod_has_as_long_to_end_as_its_run_may_take(capsys: pytest.CaptureFixt
     assert hook["exec"]["command"][-1] == "touch /data/runs/quickstart/preempt; sleep 3"
 
 
+def test_pods_whose_status_says_that_the_run_goes_on_are_replaced(capsys: pytest.CaptureFixture[str]) -> None:
+    manifests = rendered(capsys, *CASES["a trainer in a pod of its own"])
+    ignored = {}
+    for name in ("quickstart", "quickstart-trainer"):
+        rules = manifests["Job", name]["spec"]["podFailurePolicy"]["rules"]
+        ignored[name] = [
+            rule["onExitCodes"]["values"] for rule in rules if "onExitCodes" in rule and rule["action"] == "Ignore"
+        ]
+    assert ignored == {"quickstart": [[75]], "quickstart-trainer": [[75, 143]]}
+
+
 def test_no_secret_is_rendered(capsys: pytest.CaptureFixture[str]) -> None:
     manifests = rendered(capsys, *CASES["a trainer in a pod of its own"])
     assert "Secret" not in {kind for kind, _ in manifests}

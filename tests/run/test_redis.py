@@ -202,6 +202,18 @@ def test_a_trainer_on_another_machine_shares_redis_and_a_folder_alone(tmp_path: 
     assert not read_summary(run.folder).checkpoint_path.startswith(str(tmp_path / "elsewhere"))
 
 
+@needs_redis
+def test_a_machine_ends_as_the_run_does_whose_trainer_it_had(tmp_path: Path) -> None:
+    with redis_server(tmp_path / "redis") as server, machine(tmp_path, server) as other:
+        with command(tmp_path, *FRESH, "--max_steps", "100000", *ELSEWHERE, server.url) as run:
+            run.wait_for_steps(1)
+            (run.folder / "preempt").touch()
+            status, printed = run.wait()
+            assert status == 75, printed
+        said, _ = other.communicate(timeout=PATIENCE_S)
+        assert other.returncode == 75, said
+
+
 @pytest.mark.long
 @needs_redis
 def test_a_machine_that_is_lost_is_followed_by_another(tmp_path: Path) -> None:

@@ -65,20 +65,20 @@ def _run(settings: RunSettings, name: str, layout: Layout, options: KubernetesOp
     resuming = ["/bin/sh", "-c", _RESUMING.format(run=settings.name), "sh"]
     one = container(HEAD, layout.need(HEAD), options, command=resuming, args=command)
     one["lifecycle"], grace_s = notice(settings), run_grace_s(settings.shutdown)
-    return _job(name, name, HEAD, pod(name, HEAD, options, one, grace_s=grace_s, restartPolicy="Never"))
+    template = pod(name, HEAD, options, one, grace_s=grace_s, restartPolicy="Never")
+    return _job(name, name, HEAD, template, [ExitCode.PREEMPTED])
 
 
 def _trainer(settings: RunSettings, name: str, layout: Layout, options: KubernetesOptions) -> Manifest:
     command = command_lines.join(settings, "runs")
     one = container(TRAINER, layout.need(TRAINER), options, command=command[:1], args=command[1:])
     grace_s = trainer_grace_s(settings.shutdown)
-    return _job(
-        f"{name}-trainer", name, TRAINER, pod(name, TRAINER, options, one, grace_s=grace_s, restartPolicy="Never")
-    )
+    template = pod(name, TRAINER, options, one, grace_s=grace_s, restartPolicy="Never")
+    return _job(f"{name}-trainer", name, TRAINER, template, [ExitCode.PREEMPTED, ExitCode.TERMINATED])
 
 
-def _job(name: str, run: str, role: str, template: Manifest) -> Manifest:
-    """A pod that was moved, or had notice of that, is replaced without end; one with bad settings is not."""
+def _job(name: str, run: str, role: str, template: Manifest, goes_on: list[ExitCode]) -> Manifest:
+    """A pod that was moved, or whose status says that its run goes on, is replaced without end; bad settings end it."""
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",
@@ -88,7 +88,7 @@ def _job(name: str, run: str, role: str, template: Manifest) -> Manifest:
             "podFailurePolicy": {
                 "rules": [
                     {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-                    {"action": "Ignore", "onExitCodes": {"operator": "In", "values": [int(ExitCode.PREEMPTED)]}},
+                    {"action": "Ignore", "onExitCodes": {"operator": "In", "values": [*map(int, goes_on)]}},
                     {"action": "FailJob", "onExitCodes": {"operator": "In", "values": [int(ExitCode.BAD_SETTINGS)]}},
                 ]
             },

@@ -1,7 +1,8 @@
 """`tailrace join`: this machine has the trainer of a run whose other roles are elsewhere (placement = "redis").
 
 Both see one Redis and one folder of runs, each under a path of its own. Each life of the trainer is asked for by a
-notice in Redis; this command starts it as `tailrace train` does on one machine, and tells how it goes.
+notice in Redis; this command starts it as `tailrace train` does on one machine, and tells how it goes. It ends as the
+run does, by the run's own summary.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ from tailrace.lifecycle.launchers.redis import (
     ToMachine,
     notice_key,
 )
+from tailrace.reporting.summary import RunSummary, read_summary
 from tailrace.run.folder import RunPaths
+from tailrace.run.ownership import owner_in
 from tailrace.run.roles import RoleSettings
 from tailrace.transport.channels import Conversation, decode, encode, wait_until
 from tailrace.transport.redis.channels import RedisPlace
@@ -41,16 +44,18 @@ from tailrace.transport.redis.streams import Origin
 
 _LOOK_S = 0.5
 """Between two looks for a notice."""
-_NEXT_LIFE_S = 30.0
-"""How long to wait for the next life of a role that ended early."""
+_NEXT_LIFE_S = 60.0
+"""How long to wait for the next life of the role, or the run's summary, while nobody seems to run in its folder: a
+client of NFS may show an old one for so long."""
 _SILENCE_S = 60.0
 """How long the orchestrator may be silent while Redis is there, before its role is ended."""
 _ORDERLY = (ExitCode.FINISHED, ExitCode.TERMINATED)
 
 
 async def join(name: str, url: str, runs: Path, prefix: str, say: Callable[[str], None]) -> int:
-    """Have the trainer of the run of that name, over all its lives; the exit status of the last one.
+    """Have the trainer of the run of that name, over all its lives; the exit status of the run.
 
+    Where that is not known it is the role's, and 143 where that ended in order: the run was cut short, and may go on.
     Waits for the run to start. Raises `SettingsError` where Redis refuses, and `DataError` where the run's folder is
     not below `runs`.
     """
@@ -58,26 +63,54 @@ async def join(name: str, url: str, runs: Path, prefix: str, say: Callable[[str]
     await asyncio.to_thread(require_redis, url)
     place = RedisPlace(url, Origin(name, ""), prefix=prefix)
     say(f"waits for the run {name} to want a trainer")
-    served: Notice | None = None
+    served: _Served | None = None
     status = int(ExitCode.FINISHED)
     while (notice := await _next_notice(place, served)) is not None:
         say(f"has the {notice.name} of the run {name}, life {notice.life}")
-        status, served = await _Machine(place, notice, runs).run(), notice
-        if status in _ORDERLY:
-            break
+        machine = _Machine(place, notice, runs)
+        served = _Served(notice, machine.folder)
+        status = await machine.run()
     say(f"the trainer of the run {name} has ended, with status {status}")
-    return status
+    assert served is not None
+    if (of_run := served.exit_status_of_run()) is None:
+        return ExitCode.TERMINATED if status in _ORDERLY else status
+    say(f"the run {name} has ended, with status {of_run}")
+    return of_run
 
 
-async def _next_notice(place: RedisPlace, served: Notice | None) -> Notice | None:
-    """Waits for one that is not served yet; None where none comes after one that was."""
+class _Served:
+    """A notice that was served. Make it before its role starts: it tells by the summary whether the run ended since."""
+
+    def __init__(self, notice: Notice, folder: Path) -> None:
+        self.notice, self.folder = notice, folder
+        self._before = self._summary()
+
+    def exit_status_of_run(self) -> int | None:
+        """None where the run has not ended, or did so without a summary."""
+        summary = self._summary()
+        return None if summary is None or summary == self._before else summary.exit_code
+
+    def _summary(self) -> RunSummary | None:
+        with contextlib.suppress(DataError, OSError):
+            return read_summary(self.folder)
+        return None
+
+
+async def _next_notice(place: RedisPlace, served: _Served | None) -> Notice | None:
+    """Waits for one that is not served yet; None where the run of one that was has ended, or is gone."""
     loop = asyncio.get_running_loop()
-    began_s = loop.time()
+    owned_s = loop.time()
     with contextlib.closing(place.connect()) as connection:
-        while served is None or loop.time() - began_s < _NEXT_LIFE_S:
+        while served is None or loop.time() - owned_s < _NEXT_LIFE_S:
             found = await asyncio.to_thread(connection.one, "GET", notice_key(place))
-            if isinstance(found, bytes) and (notice := decode(found, Notice)) != served:
-                return notice
+            if isinstance(found, bytes):
+                notice = decode(found, Notice)
+                if served is None or notice != served.notice:
+                    return notice
+            if served is not None and await asyncio.to_thread(served.exit_status_of_run) is not None:
+                return None
+            if served is not None and await asyncio.to_thread(owner_in, served.folder) is not None:
+                owned_s = loop.time()  # it evaluates, say, or waits before it starts the role again
             await asyncio.sleep(_LOOK_S)
     return None
 
@@ -87,7 +120,8 @@ class _Machine:
 
     def __init__(self, place: RedisPlace, notice: Notice, runs: Path) -> None:
         self._paths = RunPaths(runs / notice.run)
-        if not self._paths.root.is_dir():
+        self.folder = self._paths.root
+        if not self.folder.is_dir():
             raise DataError(
                 f"the run {notice.run} is not below {runs}: name the folder that both machines see (--runs)"
             )

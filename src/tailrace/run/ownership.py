@@ -62,33 +62,28 @@ class Owner(msgspec.Struct, frozen=True, kw_only=True):
 
 async def wait_for_owner_elsewhere(folder: Path) -> None:
     """Wait until an owner on another host that may be alive renews its file, and so is, or has not for too long."""
+    first = owner = await asyncio.to_thread(owner_in, folder)
+    if first is not None and first[0].kernel != _kernel():
+        said = "waiting for up to %g s, until it shows whether a run goes on in %s (%s)"
+        _logger.warning(said, LAPSES_AFTER_S, folder, first[0])
+        while owner is not None and owner == first:
+            await asyncio.sleep(_LOOK_S)
+            owner = await asyncio.to_thread(owner_in, folder)
+
+
+def owner_in(folder: Path) -> tuple[Owner, int] | None:
+    """An owner that may be alive as far as its file tells, and when that was renewed (ns since 1970)."""
     path = folder / OWNER_FILE
-    found = seen = await asyncio.to_thread(_seen_elsewhere, path)
-    if found is not None:
-        owner, _ = found
-        _logger.warning(
-            "waiting for up to %g s, until it shows whether a run goes on in %s (%s)", LAPSES_AFTER_S, folder, owner
-        )
-    while seen is not None and seen == found:
-        await asyncio.sleep(_LOOK_S)
-        seen = await asyncio.to_thread(_seen_elsewhere, path)
-
-
-def _seen_elsewhere(path: Path) -> tuple[Owner, int] | None:
-    """An owner on another host that may be alive, and when it renewed its file; None where there is none.
-
-    What cannot be read is left to `own_folder`, which names it.
-    """
     try:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return None
     try:
         owner = _owner(file)
-        if owner is None or not may_be_alive(owner, is_locked_by_us=True, silent_s=_silent_s(file, path)):
+        if owner is None or not may_be_alive(owner, is_locked_by_us=False, silent_s=_silent_s(file, path)):
             return None
         return owner, os.fstat(file).st_mtime_ns
-    except OSError:
+    except OSError:  # `own_folder` tells of it
         return None
     finally:
         os.close(file)
