@@ -65,6 +65,23 @@ async def test_the_parts_of_all_processes_become_one_file(tmp_path: Path) -> Non
     assert not parts.exists()
 
 
+def test_a_process_that_is_started_again_goes_on_with_its_part(tmp_path: Path) -> None:
+    parts = tmp_path / "parts"
+    for began_ns in (1_000, 2_000):
+        trace = TraceWriter(parts, "trainer", max_bytes=100_000)
+        trace.add_span("train", "optimizer steps", 0, began_ns=began_ns, duration_ns=500, about={"step": 1})
+        trace.close()
+        with (parts / "trainer.events").open("a") as killed:
+            killed.write('{"ph":"X","name":"train","args":{"step":2}')  # cut short where it looks like an end
+    full = TraceWriter(parts, "trainer", max_bytes=(parts / "trainer.events").stat().st_size)
+    full.add_span("train", "optimizer steps", 0, began_ns=3_000, duration_ns=500)
+    full.close()
+    join_trace(parts, tmp_path / "trace.json")
+    events = read_trace(tmp_path / "trace.json")
+    assert [span["ts"] for span in spans(events)] == [1.0, 2.0]
+    assert [event["name"] for event in events].count("trace_is_full") == 1
+
+
 def test_a_trace_without_a_span_is_valid(tmp_path: Path) -> None:
     TraceWriter(tmp_path / "parts", "trainer", max_bytes=0).close()
     join_trace(tmp_path / "parts", tmp_path / "trace.json")

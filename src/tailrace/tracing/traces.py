@@ -29,6 +29,8 @@ _EVENTS_AT_ONCE = 256
 _HELD_NS = 1_000_000_000
 """A reader sees what happened that long ago, if something has happened since."""
 _QUEUED_WRITES = 64
+_AFTER_CUT_LINE = b" \n"
+"""Ends a line that an earlier life's end cut short, so that no event ends it: it is left out when parts are joined."""
 
 _Span: TypeAlias = tuple[str, str, int, int, int, Mapping[str, Json] | None]
 """Name, track, lane, began_ns, duration_ns, about."""
@@ -38,9 +40,8 @@ class TraceWriter:
     """One process's part of the trace. Any thread may add to it; a thread of its own writes."""
 
     def __init__(self, folder: Path, process: str, *, max_bytes: int) -> None:
-        """Write `folder/<process>.events`, at most `max_bytes` of it."""
+        """Write `folder/<process>.events`, at most `max_bytes` of it, after what an earlier life of the process did."""
         self._path = folder / (process + _PART_SUFFIX)
-        self._left_bytes = max_bytes
         self._writer = BackgroundWriter(queue_records=_QUEUED_WRITES)
         self._spans: list[_Span] = []
         self._lanes: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)
@@ -49,7 +50,9 @@ class TraceWriter:
         self._dropped = self._flushed_ns = 0
         self._is_full = False
         folder.mkdir(parents=True, exist_ok=True)
-        self._path.write_bytes(_line({"ph": "M", "name": "process_name", "pid": self._pid, "args": {"name": process}}))
+        self._append(_AFTER_CUT_LINE)
+        self._left_bytes = max_bytes - self._path.stat().st_size
+        self._append(_line({"ph": "M", "name": "process_name", "pid": self._pid, "args": {"name": process}}))
 
     def take_lane(self, track: str) -> int:
         """The lowest lane of a track that is free."""
