@@ -4,6 +4,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import msgspec
@@ -29,6 +30,9 @@ def test_how_a_run_stands(tmp_path: Path) -> None:
     run.write_steps(3)
     own(run.folder, os.getpid())
     assert state_of(run.folder) is RunState.RUNNING
+    then_s = time.time() - 600
+    os.utime(run.folder / "owner.json", (then_s, then_s))  # before a reboot, say: another process has the number
+    assert state_of(run.folder) is RunState.CRASHED
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     own(run.folder, ended.pid)

@@ -212,7 +212,7 @@ def _state(summary: RunSummary | None, alive: bool, left_behind: bool) -> RunSta
 def _owner_is_alive(folder: Path) -> bool:
     """Whether a run goes on in the folder, without touching its lock.
 
-    On this host the process tells; of another one, that it renewed its file lately.
+    One that lives renewed its file lately; on this host its process is there besides, whose number another may have.
     """
     path = folder / _OWNER_FILE
     try:
@@ -220,9 +220,8 @@ def _owner_is_alive(folder: Path) -> bool:
         silent_s = time.time() - path.stat().st_mtime
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
         return False
-    if owner.host == socket.gethostname():
-        return _process_is_alive(owner.pid)
-    return abs(silent_s) < _OWNER_LAPSES_S
+    is_here = owner.host == socket.gethostname()
+    return abs(silent_s) < _OWNER_LAPSES_S and (not is_here or _process_is_alive(owner.pid))
 
 
 def _process_is_alive(pid: int) -> bool:
