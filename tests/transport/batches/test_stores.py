@@ -197,6 +197,17 @@ async def test_what_shared_memory_has_no_room_for_goes_to_files_and_is_told_once
     assert not spill.exists()
 
 
+async def test_what_a_killed_sender_spilled_is_removed_by_the_next_one(sockets: Path, tmp_path: Path) -> None:
+    memory, spill = tmp_path / "memory", tmp_path / "spill"
+    for folder in (memory, spill):
+        folder.mkdir()
+    for name in ("spilled-batch-7-1.safetensors", "batch-00000001"):
+        (spill / name).touch()
+    sender = shared_memory_sender(ipc_address(sockets, "batches"), memory, spill=spill)
+    assert [path.name for path in spill.iterdir()] == ["batch-00000001"]  # what files accepted is not its own
+    await sender.close()
+
+
 async def test_what_files_accepted_outlives_its_sender_and_its_receiver(sockets: Path, tmp_path: Path) -> None:
     address = ipc_address(sockets, "batches")
     sent = {step: plan([30, 20, 10], step=step, num_ranks=2, row_tokens=40) for step in (1, 2, 3, 4)}

@@ -114,13 +114,16 @@ class _RecyclingStore(BatchStore, Generic[SegmentT]):
 class SharedMemoryStore(_RecyclingStore[SegmentFile]):
     """Recycled files in a folder of shared memory: fresh shared memory costs many times the copy.
 
-    What finds no room there goes to files in the folder `spill`, if there is one; the first time is logged.
+    What finds no room there goes to files in the folder `spill`, if there is one; the first time is logged. Those that
+    a killed sender left there are removed: the memory beside them is gone.
     """
 
     def __init__(self, folder: Path, *, spill: Path | None = None, checksum_bodies: bool = False) -> None:
         super().__init__(lambda number: SegmentFile(folder / f"{_BATCH}{os.getpid()}-{number}.safetensors"))
         self._spill, self._checksum_bodies = spill, checksum_bodies
         self._num_spilled = 0
+        for leftover in () if spill is None else spill.glob(f"{_SPILLED}*"):
+            leftover.unlink(missing_ok=True)
 
     @override
     def close(self) -> None:
