@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import math
 import os
 import sys
@@ -138,6 +139,22 @@ async def test_a_stuck_disk_holds_the_append_but_not_the_loop(tmp_path: Path, mo
     await behind_it
     await log.close()
     assert await collect(log) == read_events(tmp_path / "events.jsonl") == [trained(1), trained(2)]
+
+
+@pytest.mark.parametrize("call", ["fstat", "write", "ftruncate"])
+async def test_a_disk_that_fails_is_told_to_who_appends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    def failing(*_: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    log = FileEventLog(tmp_path / "events.jsonl", EPOCH)
+    with monkeypatch.context() as disk:
+        disk.setattr(os, "write", lambda file, line: 1)
+        disk.setattr(os, call, failing)
+        with pytest.raises(TransportError, match=r"cannot append to the event log .*: Input/output error"):
+            await log.append(trained(1))
+    await log.close()
 
 
 async def test_users_who_take_all_threads_of_the_loop_hold_no_append(tmp_path: Path) -> None:

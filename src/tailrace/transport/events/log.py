@@ -194,13 +194,14 @@ class FileEventLog(MemoryEventLog):
             await super().append(event)
 
     def _write(self, line: bytes) -> None:
-        size = os.fstat(self._file).st_size
         try:
+            size = os.fstat(self._file).st_size
             written = os.write(self._file, line)
+            if written < len(line):
+                os.ftruncate(self._file, size)
         except OSError as error:
             raise TransportError(f"cannot append to the event log {self._path}: {error.strerror}") from error
         if written < len(line):
-            os.ftruncate(self._file, size)
             raise TransportError(f"cannot append to the event log {self._path}: its disk is full")
 
 
