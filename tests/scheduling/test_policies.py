@@ -27,6 +27,7 @@ from tailrace.scheduling.settings import SchedulingSettings
 from tailrace.scheduling.stragglers import Stragglers
 from tailrace.scheduling.tasks import TaskKey
 from tailrace.simulation import SimulatedRun, simulate
+from tailrace.simulation.run import Simulation
 from tailrace.simulation.virtual_time import run_in_virtual_time
 from tests.scheduling.world import make_world
 from tests.simulation.plans import small_plan
@@ -59,6 +60,36 @@ def test_restarting_and_dropping_stop_what_has_become_too_old_with_its_reason() 
     assert restarted["cancelled(restarted)"] > 0
     assert dropped["cancelled(stale)"] > 0
     assert simulated(on_stale="drop", max_staleness=1).masked_share == 0
+
+
+@pytest.mark.parametrize(
+    "scheduling",
+    [
+        {"max_staleness": 1},
+        {"max_staleness": 0, "over_sampling": 1.5},
+        {"max_staleness": 1, "over_sampling": 2.0},
+        {"max_staleness": 0, "over_sampling": 1.5, "group_release": "early"},
+        {"max_staleness": 0, "over_sampling": 1.5, "on_stale": "restart"},
+    ],
+)
+def test_what_is_ready_and_too_old_takes_no_place_in_a_batch(scheduling: dict[str, Any]) -> None:
+    async def batch_sizes() -> set[int]:
+        simulation = Simulation(small_plan(steps=20, scheduling=scheduling), watch=False)
+        await simulation.run()
+        assert simulation.observer.outcomes.keys() & {"filtered(stale)", "filtered(restarted)"}
+        parts = 1 if "group_release" in scheduling else 4
+        return {len(groups) * parts for groups in simulation.observer.batch_groups}
+
+    assert run_in_virtual_time(batch_sizes()) == {16}
+
+
+async def test_what_is_too_old_near_the_last_step_is_replaced() -> None:
+    world = make_world(
+        lambda number: float(number % 2), rows=64, max_steps=5, max_staleness=0, over_sampling=1.5, max_running=16
+    )
+    await world.run_steps(5)
+    assert world.scheduler.ledger.reasons(TerminalState.FILTERED)["stale"] > 0
+    assert [formed.batch.summary.num_rollouts for formed in world.recorder.formed] == [8] * 5
 
 
 def test_a_task_is_restarted_so_often_and_then_masked() -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from tailrace.records import Outcome, RolloutId, TerminalState
 from tailrace.scheduling import Ledger, StreamScheduler, TaskStream
+from tailrace.scheduling.batches import BatchFormer
 from tailrace.simulation.faults import check_seed, draw_scenario, run_scenario
 
 SEEDS = 300
@@ -65,6 +66,11 @@ def test_a_bound_that_is_off_by_one_is_found(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr("tailrace.simulation.run.StreamScheduler", lax)
     assert any("versions old" in what for what in what_breaks(range(60)).values())
+
+
+def test_a_batch_that_is_not_full_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BatchFormer, "review", lambda former, trainer_version: iter(()))
+    assert any("not full" in what for what in what_breaks(range(210, 220)).values())
 
 
 def test_a_resumed_run_that_forgets_what_it_trained_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,23 +24,39 @@ class Judge:
 
         Then its task is over, or started again. Raises `TrainingError` where that is so for too long.
         """
-        key = ready.opened.key
+        taken = self._sampled(ready, trainer_version)
+        if self._discards(ready, taken):
+            return None
+        self._end_filtered(taken)
+        return taken
+
+    def discards(self, ready: ReadyGroup, trainer_version: int) -> bool:
+        """Whether none of a group is trained on for such a trainer; it then ends as it does under `sample`."""
+        return self._discards(ready, self._sampled(ready, trainer_version))
+
+    def _sampled(self, ready: ReadyGroup, trainer_version: int) -> SampledGroup:
         with phase("sample"):
-            taken = sample_group(
+            return sample_group(
                 ready.group,
                 oldest_version=self._stale.oldest_allowed(trainer_version),
                 drop_stale=self._stale.drops_rollouts,
             )
+
+    def _discards(self, ready: ReadyGroup, taken: SampledGroup) -> bool:
+        key = ready.opened.key
         # of a part: to start the task again would train on the rest twice
         is_whole = ready.size == ready.opened.size
         if taken.masked_tokens and is_whole and self._stale.restarts_finished(self._tasks.restarts(key)):
             self._accounts.end(ready.group.rollouts, Outcome.filtered(RESTARTED))
             self._tasks.restart(key)
-            return None
+            return True
+        if taken.samples:
+            return False
+        self._end_filtered(taken)
+        self._tasks.end(key, trained=False)
+        self._untrainable.expire(ready.size)
+        return True
+
+    def _end_filtered(self, taken: SampledGroup) -> None:
         for rollout, reason in taken.filtered:
             self._accounts.end([rollout], Outcome.filtered(reason))
-        if not taken.samples:
-            self._tasks.end(key, trained=False)
-            self._untrainable.expire(ready.size)
-            return None
-        return taken

@@ -1,6 +1,9 @@
 """Groups that were started and are not wholly in batches: the one place that holds and counts them.
 
     start ─► running ─► ended: scored, or its parts released ─► ready ─► taken into a batch, oldest tokens first
+                                                               │ ▲  └─► discarded
+                                                               ▼ │
+                                                             doubtful: perhaps too old for the next batch
 
 Each change wakes the loops that wait for it.
 """
@@ -9,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -122,6 +126,9 @@ class Outstanding:
         self.ready_size = 0
         """Of all that is ready, in rollouts of a batch."""
         self.ready_rollouts = 0
+        self.doubtful = deque[ReadyGroup]()
+        """Waits to be judged, and is not ready meanwhile: some of its tokens may be too old for the next batch."""
+        self._oldest_allowed = 0
         self._arrivals = 0
         self.running = 0
         """Rollouts whose agents run."""
@@ -151,19 +158,36 @@ class Outstanding:
         """A part of a group, or all of it, waits for its batch; it counts for `size` rollouts."""
         group.parts += 1
         group.released += size
+        ready = ReadyGroup(part, group, size)
+        if group.floor < self._oldest_allowed:
+            self.doubtful.append(ready)
+        else:
+            self.keep(ready)
+        self.wake()
+
+    def allow(self, oldest: int) -> None:
+        """The next batch takes tokens of version `oldest` and newer: what may hold older ones becomes doubtful."""
+        if oldest > self._oldest_allowed:
+            while self.ready and self.ready[0][0] < oldest:
+                self.doubtful.append(self._pop())
+        self._oldest_allowed = oldest
+
+    def keep(self, ready: ReadyGroup) -> None:
+        """The next batch can train on it."""
         self._arrivals += 1
-        heapq.heappush(self.ready, (group.floor, self._arrivals, ReadyGroup(part, group, size)))
-        self.ready_size += size
-        self.ready_rollouts += len(part.rollouts)
+        heapq.heappush(self.ready, (ready.opened.floor, self._arrivals, ready))
+        self.ready_size += ready.size
+        self.ready_rollouts += len(ready.group.rollouts)
+
+    def discard(self, ready: ReadyGroup) -> None:
+        """What was doubtful is in no batch, and something else may start."""
+        self._leave(ready)
         self.wake()
 
     def take(self) -> ReadyGroup:
         """The oldest of what is ready goes into a batch."""
-        ready = heapq.heappop(self.ready)[2]
-        self.ready_size -= ready.size
-        self.ready_rollouts -= len(ready.group.rollouts)
-        self.untaken -= ready.size
-        self._close_part(ready.opened)
+        ready = self._pop()
+        self._leave(ready)
         return ready
 
     def end(self, group: OpenGroup) -> None:
@@ -172,6 +196,16 @@ class Outstanding:
         self.floors.remove(group, group.floor)
         self.untaken -= group.size - group.released
         self._close_part(group)
+
+    def _pop(self) -> ReadyGroup:
+        ready = heapq.heappop(self.ready)[2]
+        self.ready_size -= ready.size
+        self.ready_rollouts -= len(ready.group.rollouts)
+        return ready
+
+    def _leave(self, ready: ReadyGroup) -> None:
+        self.untaken -= ready.size
+        self._close_part(ready.opened)
 
     def _close_part(self, group: OpenGroup) -> None:
         group.parts -= 1

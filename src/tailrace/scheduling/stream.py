@@ -81,7 +81,7 @@ class StreamScheduler(Scheduler):
         self._send, self._max_steps = send, max_steps
         self._stragglers = Stragglers(self._outstanding, holder, settings)
         self._former = BatchFormer(
-            *(tasks, self._outstanding, self._judge, settings),
+            *(tasks, self._outstanding, self._judge, self._stale, settings),
             untrainable=self._untrainable,
             num_ranks=num_ranks,
         )
@@ -137,6 +137,7 @@ class StreamScheduler(Scheduler):
     async def _feed(self) -> None:
         """Send batches. Waits for groups and for the trainer; unblocked by both, and by the end of the tasks."""
         while not self._is_done():
+            await in_turns(self._former.review(self._progress.trainer_version))
             if not self._may_form():
                 await self._outstanding.batches_wake.wait()
                 self._outstanding.batches_wake.clear()
@@ -157,7 +158,7 @@ class StreamScheduler(Scheduler):
             is_held = self._stale.holds_batch(outstanding.floors.oldest, progress.trainer_version)
             self._held.set(is_held)
             return not is_held
-        if outstanding.floors.oldest is not None or progress.sent:
+        if outstanding.floors.oldest is not None or progress.sent or self._ended_steps:
             return False
         may_come = (Verdict.ADMIT, Verdict.WEIGHTS_OLD, Verdict.TRANSPORT_AWAY)
         return self._tasks.is_exhausted or self._verdict() not in may_come

@@ -2,10 +2,10 @@
 
     seed ─► Scenario ─► a simulated run ─► the laws that must hold ─► None, or what was broken
 
-The laws: the ledger balances, and every rollout ends once; nothing beyond the staleness bound was trained on; no
-interruption cost a rollout; no task and no request is left; nothing deadlocked; at the end of the data every slot of
-the staleness budget is free; and after a run was killed and resumed, no task of a step that survived is trained on
-again, and rollout ids are unique. A seed that breaks one replays exactly.
+The laws: the ledger balances, and every rollout ends once; nothing beyond the staleness bound was trained on; every
+batch but the last is full; no interruption cost a rollout; no task and no request is left; nothing deadlocked; at the
+end of the data every slot of the staleness budget is free; and after a run was killed and resumed, no task of a step
+that survived is trained on again, and rollout ids are unique. A seed that breaks one replays exactly.
 """
 
 from __future__ import annotations
@@ -311,6 +311,8 @@ def broken_laws(simulation: Simulation, *, ended_by_data: bool) -> list[str]:
     oldest = max((age for age, tokens in observer.staleness.items() if tokens), default=0)
     if oldest > simulation.plan.max_staleness:
         broken.append(f"a token of staleness {oldest} was trained on")
+    if small := [size for size in _batch_sizes(simulation)[:-1] if size < simulation.plan.scheduling.batch_size]:
+        broken.append(f"{len(small)} batches before the last are not full: {small[:5]}")
     if ledger.reasons(TerminalState.FAILED).get(RolloutError.reason):
         broken.append("an interruption cost a rollout")  # nothing else here fails for that reason
     if simulation.requests_left:
@@ -322,6 +324,14 @@ def broken_laws(simulation: Simulation, *, ended_by_data: bool) -> list[str]:
         if scheduler.statistics.budget_free != budget:
             broken.append(f"{scheduler.statistics.budget_free} of {budget} slots of the budget are free at the end")
     return broken
+
+
+def _batch_sizes(simulation: Simulation) -> list[int]:
+    """Rollouts that each batch counts for at most, with those that its groups lost; of a split group with all of it."""
+    plan, batches = simulation.plan, simulation.observer.batch_groups
+    if plan.scheduling.group_release == "early":
+        return [len(groups) for groups in batches]
+    return [plan.load.group_size * len({*groups}) for groups in batches]
 
 
 def check_seed(seed: int) -> str | None:

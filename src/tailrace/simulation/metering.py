@@ -19,6 +19,7 @@ from tailrace.records import (
     Generate,
     GenerationRequest,
     Group,
+    GroupId,
     OnChunk,
     Outcome,
     Rollout,
@@ -107,6 +108,8 @@ class SimulationObserver(SchedulerObserver):
         self.ended_twice: list[RolloutId] = []
         self.trained_tasks: dict[int, set[TaskId]] = {}
         """By the step that trained on them."""
+        self.batch_groups: list[list[GroupId]] = []
+        """Of every batch that was sent: the group that each of its groups, or parts of one, was started as."""
         self.journal: list[str] = []
         """Every event, where it is kept."""
         self._generate, self._totals, self._keeps_journal = generate, generate.totals, keep_journal
@@ -141,6 +144,7 @@ class SimulationObserver(SchedulerObserver):
     @override
     def batch_sent(self, formed: FormedBatch) -> None:
         self._note("sent", formed.batch.summary)
+        self.batch_groups.append([group.group.rollouts[0].group_id for group in formed.groups])
 
     @override
     def step_ended(self, event: StepTrained | StepSkipped, formed: FormedBatch) -> None:
