@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from dataclasses import replace
 
 from tailrace.reporting.gauges import ProcessGauge, SchedulerGauge, usage_gauge
@@ -55,6 +57,20 @@ def test_cpu_time_is_that_since_the_last_reading() -> None:
     used = sum(os.times()[:4])
     assert 0.0 < second["cpu/run_s"] <= used - first + 0.01  # the system counts in hundredths
     assert second["memory/run_rss_bytes"] > 0
+
+
+def test_cpu_time_of_a_role_that_has_ended_is_not_counted_again_for_its_parent() -> None:
+    burn = "import time\nwhile time.process_time() < 0.3: pass\nprint(flush=True)\ninput()"
+    with subprocess.Popen([sys.executable, "-c", burn], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        pids = {"orchestrator": os.getpid(), "trainer": child.pid}
+        gauge = ProcessGauge(lambda: pids)
+        assert child.stdout is not None
+        child.stdout.readline()
+        assert gauge()["cpu/trainer_s"] >= 0.25
+        child.communicate(b"\n")
+    assert gauge()["cpu/orchestrator_s"] < 0.2  # it is waited for, and named still
+    del pids["trainer"]
+    assert gauge()["cpu/orchestrator_s"] < 0.2
 
 
 def test_judges_that_were_never_asked_have_no_metrics() -> None:

@@ -5,7 +5,9 @@ A gauge returns its metrics since it was last read, by the names of the metrics'
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import psutil
@@ -60,37 +62,58 @@ class SchedulerGauge:
         }
 
 
+@dataclass(slots=True, eq=False)
+class _RoleProcess:
+    """A role's present process, as of its last reading."""
+
+    process: psutil.Process
+    parent_pid: int
+    cpu_s: float = 0.0
+    """With that of children that have ended."""
+    children_s: float = 0.0
+    """Of those alone."""
+
+
 class ProcessGauge:
-    """CPU time and memory of all processes, by role. What a process used stays counted after its end."""
+    """CPU time and memory of all processes, by role. What a process used stays counted after its end, and counts once:
+    for its role while it runs, and for its parent as far as it was not counted then.
+    """
 
     def __init__(self, pids: Callable[[], Mapping[str, int]]) -> None:
         """`pids` gives the processes that run now, by role."""
         self._pids = pids
-        self._processes: dict[str, psutil.Process] = {}
-        self._read_s: dict[str, float] = {}
-        """CPU time of each role's present process at the last reading."""
+        self._processes: dict[str, _RoleProcess] = {}
+        self._counted_s: defaultdict[int, float] = defaultdict(float)
+        """CPU time of ended roles that is to be left out of what their parent's children used, by the parent's pid."""
 
     def __call__(self) -> dict[str, float]:
-        """Memory now, and CPU time since the last step, with that of children that have ended."""
+        """Memory now, and CPU time since the last step, with that of children that have ended and had no role."""
         metrics: dict[str, float] = {}
-        for role, pid in self._pids().items():
+        pids = self._pids()
+        for role, one in [*self._processes.items()]:
+            if pids.get(role) != one.process.pid or not one.process.is_running():
+                self._counted_s[one.parent_pid] += one.cpu_s
+                del self._processes[role]
+        for role, pid in pids.items():
             try:
-                process = self._process(role, pid)
-                times, memory = process.cpu_times(), process.memory_info()
+                metrics[f"memory/{role}_rss_bytes"], metrics[f"cpu/{role}_s"] = self._read(role, pid)
             except psutil.Error:
                 continue
-            cpu_s = times.user + times.system + times.children_user + times.children_system
-            metrics[f"memory/{role}_rss_bytes"] = memory.rss
-            metrics[f"cpu/{role}_s"] = cpu_s - self._read_s.get(role, 0.0)
-            self._read_s[role] = cpu_s
         return metrics
 
-    def _process(self, role: str, pid: int) -> psutil.Process:
-        process = self._processes.get(role)
-        if process is None or process.pid != pid:
-            process = self._processes[role] = psutil.Process(pid)
-            self._read_s.pop(role, None)
-        return process
+    def _read(self, role: str, pid: int) -> tuple[int, float]:
+        """Resident bytes, and CPU time since the last reading. Raises `psutil.Error`."""
+        if (one := self._processes.get(role)) is None:
+            process = psutil.Process(pid)
+            one = self._processes[role] = _RoleProcess(process, process.ppid())
+        times, memory = one.process.cpu_times(), one.process.memory_info()
+        children_s = times.children_user + times.children_system
+        cpu_s = times.user + times.system + children_s
+        counted_s = min(self._counted_s[pid], children_s - one.children_s)
+        self._counted_s[pid] -= counted_s
+        used_s = cpu_s - one.cpu_s - counted_s
+        one.cpu_s, one.children_s = cpu_s, children_s
+        return memory.rss, used_s
 
 
 def agent_worker_gauges(workers: AgentWorkers | None) -> list[Gauge]:
