@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tailrace.errors import TrainingError
-from tailrace.records import Group, TerminalState
+from tailrace.records import NOTHING_TRAINABLE, Group, TerminalState
 from tailrace.scheduling.admission import Verdict
 from tests.scheduling.world import make_world
 
@@ -159,6 +159,21 @@ async def test_a_skipped_step_filters_its_rollouts_with_the_trainers_reason() ->
     await world.run()
     assert world.scheduler.ledger.reasons(TerminalState.FILTERED) == {"not_finite": 8}
     assert world.scheduler.ledger.total(TerminalState.TRAINED) == 24
+
+
+async def test_batches_of_which_the_loss_keeps_nothing_end_the_run_with_the_reason() -> None:
+    world = make_world(spread, rows=8, epochs=None, max_barren_batches=3)
+    world.skip, world.skip_reason = lambda step: step > 2, NOTHING_TRAINABLE
+    with pytest.raises(ExceptionGroup) as caught:
+        await world.run()
+    assert caught.group_contains(TrainingError, match="filtered: 24 nothing_trainable", depth=None)
+
+
+async def test_a_batch_that_teaches_something_now_and_then_lets_the_run_go_on() -> None:
+    world = make_world(spread, rows=40, max_barren_batches=3)
+    world.skip, world.skip_reason = lambda step: step % 3 > 0, NOTHING_TRAINABLE
+    await world.run()
+    assert len(world.recorder.formed) == 20
 
 
 async def test_cancelling_the_run_cancels_what_is_in_flight_and_balances() -> None:

@@ -178,6 +178,7 @@ class World:
     serving: int = 0
     """Version that rollouts are sampled from."""
     skip: Callable[[int], bool] = lambda step: False
+    skip_reason: str = "not_finite"
     states: dict[int, bytes] = field(default_factory=dict)
     """Of the scheduler, by step."""
 
@@ -191,7 +192,7 @@ class World:
             assert batch.summary.trainer_version >= self.version
             event: StepTrained | StepSkipped
             if self.skip(step):
-                event = StepSkipped(epoch="e", step=step, version=self.version, reason="not_finite")
+                event = StepSkipped(epoch="e", step=step, version=self.version, reason=self.skip_reason)
             else:
                 self.version += 1
                 if self.install_s:

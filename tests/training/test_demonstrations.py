@@ -13,13 +13,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from tailrace.records import CROSS_ENTROPY_WEIGHTS, Batch, SampleOrigins
+from tailrace.records import CROSS_ENTROPY_WEIGHTS, NOTHING_TRAINABLE, Batch, SampleOrigins
 from tailrace.reporting.metrics import MetricsAccumulator
 from tailrace.training.losses import Divisor, load_components, load_loss
 from tailrace.training.model.policy_model import PolicyModel
 from tailrace.training.reports.token_export import read_tokens
 from tailrace.training.step.gradients import GradientPasses
-from tailrace.training.trainer import NOTHING_TRAINABLE
 from tests.training.losses.support import settings_of
 from tests.training.reports.test_token_export import train as export_of
 from tests.training.test_trainer import make_trainer, weights

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from tailrace.errors import Diverged, SettingsError, TrainingError
-from tailrace.records import Batch
+from tailrace.records import NOTHING_TRAINABLE, Batch
 from tailrace.reporting.metrics import MetricsAccumulator
 from tailrace.training.settings.losses import ClippedRatioSettings
 from tailrace.training.settings.trainer import TrainerSettings
-from tailrace.training.trainer import NOT_FINITE, NOTHING_TRAINABLE, SKIPPED_BEFORE, Trainer
+from tailrace.training.trainer import NOT_FINITE, SKIPPED_BEFORE, Trainer
 from tests.training.tiny import VOCABULARY, build_batch
 
 

@@ -20,6 +20,7 @@ from tailrace.records.columns import (
 from tailrace.records.completion import Completion, FinishReason
 from tailrace.records.conversation import DEEPEST, Json, Message, Reply, ToolCall, ToolSpec, is_too_deep
 from tailrace.records.events import (
+    NOTHING_TRAINABLE,
     CheckpointWritten,
     Event,
     ModelStateDictPublished,
@@ -66,6 +67,7 @@ __all__ = [
     "CROSS_ENTROPY_WEIGHTS",
     "DEEPEST",
     "DISTILLATION_WEIGHTS",
+    "NOTHING_TRAINABLE",
     "NO_TOKEN",
     "REFERENCE_KL_WEIGHTS",
     "SUPPORT_COLUMNS",

@@ -55,6 +55,10 @@ class StepTrained(_Event, frozen=True, kw_only=True):
     metrics: dict[str, float]
 
 
+NOTHING_TRAINABLE = "nothing_trainable"
+"""Why a step was skipped of whose batch the loss kept nothing."""
+
+
 class StepSkipped(_Event, frozen=True, kw_only=True):
     """The batch of `step` changed no weight (non-finite, nothing trainable): its rollouts are filtered."""
 

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
 from tailrace.errors import AccountingError, NothingLeft, TrainingError
-from tailrace.records import Group, Outcome, Rollout, RolloutId, TerminalState
+from tailrace.records import NOTHING_TRAINABLE, Group, Outcome, Rollout, RolloutId, TerminalState
 from tailrace.scheduling.backoff import Part
 from tailrace.scheduling.equal_rewards import EqualRewards
 from tailrace.scheduling.observer import SchedulerObserver
@@ -116,8 +116,9 @@ class Accounts:
 class UntrainableStreak:
     """Rollouts in a row with nothing to train on; too many, or failures for too long, end the run.
 
-    There are two streaks: of what came back, and of what was ready and had become too old once its batch was formed.
-    Failures that may pass count by time: an outage fails thousands in a second.
+    There are three streaks: of what came back, of what was ready and had become too old for its batch, and of what was
+    in batches of which the trainer's loss kept nothing. Failures that may pass count by time: an outage fails thousands
+    in a second.
 
     >>> streak = UntrainableStreak(limit=16, ledger=Ledger())
     >>> streak.extend(8); streak.reset(); streak.extend(8); streak.expire(8)
@@ -136,7 +137,7 @@ class UntrainableStreak:
         `reward_range` of an environment is None while none of its tasks was trained.
         """
         self._limit, self._ledger, self._max_failing_s = limit, ledger, max_failing_s
-        self._rollouts = self._expired = 0
+        self._rollouts = self._expired = self._rejected = 0
         self._failing_since_s: dict[Part, float] = {}
         self._equal = EqualRewards(reward_range)
 
@@ -183,6 +184,19 @@ class UntrainableStreak:
             raise TrainingError(
                 f"there was nothing to train on in the last {self._expired} rollouts that were ready once their batch "
                 f"was formed: it is older than scheduling.max_staleness allows, or empty.{self._reasons()}"
+            )
+
+    def step_ended(self, rollouts: int, *, taught: bool) -> None:
+        """The trainer is done with a batch of so many, and whether anything of it bore a gradient."""
+        self._rejected = 0 if taught else self._rejected + rollouts
+
+    def require_taught(self) -> None:
+        """Raise `TrainingError` where the trainer's steps have taught nothing up to the limit."""
+        if self._rejected >= self._limit:
+            raise TrainingError(
+                f"there was nothing to train on in the batches of the last {self._rejected} rollouts: the trainer "
+                f"skipped their steps as {NOTHING_TRAINABLE}, since its loss, or a mask of "
+                f"trainer.loss.masks, rejected all of their tokens.{self._reasons()}"
             )
 
     def fail(self, failure: str, part: Part, *, now_s: float) -> None:

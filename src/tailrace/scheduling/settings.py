@@ -96,8 +96,9 @@ class SchedulingSettings(BatchingSettings):
     max_barren_batches: int = Field(
         10,
         ge=1,
-        description="Batches' worth of rollouts in a row that came back with nothing trainable in them, and end the"
-        " run: finished where nearly all of them earned the highest reward there was, else failed.",
+        description="Batches' worth of rollouts in a row that came back with nothing trainable in them, or of which the"
+        " trainer's loss kept nothing, and end the run: finished where nearly all of them earned the highest reward"
+        " there was, else failed.",
     )
     max_failing_s: float = Field(
         300.0,

@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from tailrace.batching import FormedBatch
 from tailrace.batching.slices import in_turns
-from tailrace.records import PlannedBatch, StepSkipped, StepTrained
+from tailrace.records import NOTHING_TRAINABLE, PlannedBatch, StepSkipped, StepTrained
 from tailrace.scheduling.admission import AdmissionState, Verdict
 from tailrace.scheduling.base import SaveState, Scheduler
 from tailrace.scheduling.batches import BatchFormer
@@ -91,6 +91,8 @@ class StreamScheduler(Scheduler):
         """The trainer is done with the oldest batch sent."""
         formed = self._progress.end_step(event)
         self._trainer_waits.set(not self._progress.sent)
+        if isinstance(event, StepTrained) or event.reason == NOTHING_TRAINABLE:
+            self._untrainable.step_ended(formed.batch.summary.num_rollouts, taught=isinstance(event, StepTrained))
         self._ended_steps.add(event, formed)
         self._review_running()
         self._outstanding.wake()
@@ -137,6 +139,7 @@ class StreamScheduler(Scheduler):
     async def _feed(self) -> None:
         """Send batches. Waits for groups and for the trainer; unblocked by both, and by the end of the tasks."""
         while not self._is_done():
+            self._untrainable.require_taught()
             await in_turns(self._former.review(self._progress.trainer_version))
             if not self._may_form():
                 await self._outstanding.batches_wake.wait()

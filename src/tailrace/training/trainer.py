@@ -28,7 +28,7 @@ from torch import Tensor
 from tailrace.errors import Diverged, ModelError, TrainingError
 from tailrace.models.devices import require_device
 from tailrace.models.loading import load_causal_lm
-from tailrace.records import Batch, OpenPayload
+from tailrace.records import NOTHING_TRAINABLE, Batch, OpenPayload
 from tailrace.tracing.phases import phase
 from tailrace.training.checkpoints import files as checkpoints
 from tailrace.training.checkpoints.files import StagedCheckpoint
@@ -55,7 +55,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-NOTHING_TRAINABLE = "nothing_trainable"
 NOT_FINITE = "non_finite"
 SKIPPED_BEFORE = "skipped_before"
 _GRAD_NORM = "training/grad_norm"

@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from tailrace.records import NOTHING_TRAINABLE
 from tailrace.reporting.metrics import MetricsAccumulator
 from tailrace.training.losses import LossTokens
 from tailrace.training.losses.clipped_ratio import ClippedRatio
 from tailrace.training.settings.losses import ClippedRatioSettings
-from tailrace.training.trainer import NOTHING_TRAINABLE, StepResult
+from tailrace.training.trainer import StepResult
 from tests.training.losses.support import BUILT_IN
 from tests.training.test_trainer import make_trainer, trainer_logprobs, weights
 from tests.training.tiny import build_batch
