@@ -60,7 +60,7 @@ def test_rollouts_that_come_back_do_not_end_the_pause_of_scores() -> None:
 def test_tasks_are_drawn_without_the_environments_that_pause_and_interrupted_ones_of_theirs_wait() -> None:
     stream = TaskStream([TaskSource(environment("a")), TaskSource(environment("b"))], seed=0, max_epochs=1)
     interrupted = stream.draw() or pytest.fail("there are tasks")
-    stream.restart(interrupted)
+    stream.restart(interrupted, is_stale=False)
     others = [stream.draw(without=[interrupted.environment]) for _ in range(9)]
     assert [key is None or key.environment != interrupted.environment for key in others] == [True] * 9
     assert others[8] is None  # the other one's tasks are all drawn

@@ -25,7 +25,7 @@ from tailrace.records import (
 from tailrace.scheduling.outstanding import OpenGroup
 from tailrace.scheduling.settings import SchedulingSettings
 from tailrace.scheduling.stragglers import Stragglers
-from tailrace.scheduling.tasks import TaskKey
+from tailrace.scheduling.tasks import TaskKey, TaskStream
 from tailrace.simulation import SimulatedRun, simulate
 from tailrace.simulation.run import Simulation
 from tailrace.simulation.virtual_time import run_in_virtual_time
@@ -107,6 +107,19 @@ def test_over_sampling_drops_stragglers_and_favours_short_rollouts() -> None:
 def test_requeued_stragglers_start_from_scratch() -> None:
     run = simulated(over_sampling=1.5, on_straggler="requeue", max_staleness=1)
     assert outcomes(run)["cancelled(requeued)"] > 0
+
+
+def test_requeued_stragglers_may_still_be_restarted_once_they_are_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    spent, end = set[int](), TaskStream.end
+
+    def note_and_end(stream: TaskStream, key: TaskKey, *, trained: bool) -> None:
+        spent.add(stream.restarts(key))
+        end(stream, key, trained=trained)
+
+    monkeypatch.setattr(TaskStream, "end", note_and_end)
+    run = simulated(over_sampling=1.5, on_straggler="requeue", on_stale="restart", max_staleness=4)
+    assert "cancelled(restarted)" not in outcomes(run)
+    assert spent == {0}
 
 
 def test_resumed_stragglers_keep_their_rollouts_and_tokens() -> None:

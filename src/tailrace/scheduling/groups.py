@@ -24,6 +24,7 @@ from tailrace.scheduling.ledger import Accounts, UntrainableStreak
 from tailrace.scheduling.mistakes import Mistakes
 from tailrace.scheduling.outstanding import Member, OpenGroup, Outstanding, apportion
 from tailrace.scheduling.settings import SchedulingSettings
+from tailrace.scheduling.staleness import RESTARTED
 from tailrace.scheduling.stragglers import REQUEUED, STRAGGLER
 from tailrace.scheduling.tasks import TaskStream
 from tailrace.tracing.phases import phase
@@ -230,7 +231,7 @@ class GroupPlayer:
         elif group.stop is None or group.stop.reason not in (REQUEUED, STRAGGLER):
             self._untrainable.extend(group.size)
         if group.stop is not None and group.stop.restarts_task:
-            self._tasks.restart(group.key)
+            self._tasks.restart(group.key, is_stale=group.stop.reason == RESTARTED)
         else:
             self._tasks.end(group.key, trained=False)
 

@@ -48,7 +48,7 @@ class Judge:
         is_whole = ready.size == ready.opened.size
         if taken.masked_tokens and is_whole and self._stale.restarts_finished(self._tasks.restarts(key)):
             self._accounts.end(ready.group.rollouts, Outcome.filtered(RESTARTED))
-            self._tasks.restart(key)
+            self._tasks.restart(key, is_stale=True)
             return True
         if taken.samples:
             return False

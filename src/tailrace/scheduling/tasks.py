@@ -106,7 +106,7 @@ class TaskStream:
         """Interrupted or restarted: drawn next."""
         self._mix = EnvironmentMix({source.environment: source.weight for source in sources})
         self._outstanding: dict[TaskKey, int] = {}
-        """Handed out and not ended, in that order; how often each was restarted."""
+        """Handed out and not ended, in that order; how often each was restarted because its group was too old."""
         self._making = asyncio.Lock()
         self.restarted = 0
         """Restarts of tasks since the run began."""
@@ -130,14 +130,14 @@ class TaskStream:
         """Whether there is nothing to draw. What is handed out may still be restarted."""
         return not self._again and not self._open_sources()
 
-    def restart(self, key: TaskKey) -> None:
-        """A task handed out is drawn again, before any other."""
-        self._outstanding[key] = self.restarts(key) + 1
+    def restart(self, key: TaskKey, *, is_stale: bool) -> None:
+        """A task handed out is drawn again, before any other; because its group was too old, or for another reason."""
+        self._outstanding[key] = self.restarts(key) + is_stale
         self._again.append(key)
         self.restarted += 1
 
     def restarts(self, key: TaskKey) -> int:
-        """How often a task that is handed out was restarted."""
+        """How often a task that is handed out was restarted because its group was too old."""
         return self._outstanding.get(key, 0)
 
     def end(self, key: TaskKey, *, trained: bool) -> None:
