@@ -12,7 +12,9 @@ import pytest
 
 from tailrace.reporting.metrics import METRICS
 from tailrace.reporting.sinks import read_jsonl
-from tests.reporting.trackers.story import SUMMARY, tell
+from tailrace.reporting.trackers.hub import Trackers
+from tailrace.tracing.background import BackgroundWriter
+from tests.reporting.trackers.story import LINES, SUMMARY, tell
 
 pytestmark = pytest.mark.xdist_group("trackers")
 Points = dict[str, list[tuple[int, float]]]
@@ -63,6 +65,18 @@ def test_tensorboard_shows_the_newest_start_of_steps_told_twice(tmp_path: Path) 
     tell(tmp_path, "tensorboard", is_resumed=True)
     found = _tensorboard(tmp_path)
     assert [one.step for one in found.Scalars("reward/mean")] == [1, 2, 3]
+
+
+def test_tensorboard_keeps_the_step_that_was_resumed_from_when_an_evaluation_of_it_comes_first(tmp_path: Path) -> None:
+    def resumed(hub: Trackers, writer: BackgroundWriter) -> None:
+        hub.logged({"step": 2, "wall_s": 3.25, "eval/sort/reward/mean": 0.5})
+        hub.logged(LINES[-1])
+
+    tell(tmp_path, "tensorboard")
+    tell(tmp_path, "tensorboard", is_resumed=True, story=resumed)
+    found = _tensorboard(tmp_path)
+    assert [one.step for one in found.Scalars("training/loss")] == [1, 2, 3]
+    assert [one.step for one in found.Scalars("eval/sort/reward/mean")] == [1, 2]
 
 
 def _tensorboard(folder: Path) -> Any:

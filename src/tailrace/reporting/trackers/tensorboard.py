@@ -40,7 +40,8 @@ class TensorboardTracker(Tracker):
 
     @override
     def log(self, step: int, wall_s: float, metrics: Mapping[str, float]) -> None:
-        if self._is_resumed:
+        # not before an evaluation that was due at the step that was resumed from: that step is not told again
+        if self._is_resumed and "policy/version" in metrics:
             self._is_resumed = False  # readers drop what an earlier start told of this step and later ones
             start = Event(wall_time=time.time(), step=step, session_log=SessionLog(status=SessionLog.START))
             self._writer.add_event(start)
