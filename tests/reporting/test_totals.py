@@ -56,12 +56,23 @@ def test_each_metric_is_reduced_over_the_run_as_over_a_step() -> None:
 
 
 def test_what_is_drawn_of_a_long_run_is_bounded_and_of_all_its_steps() -> None:
-    totals = RunTotals({**LINES[0], "step": step, "wall_s": 2.0 * step, "reward/mean": step} for step in range(1, 5001))
+    line = LINES[0] | {"policy/skipped_steps": 0}
+    totals = RunTotals({**line, "step": step, "wall_s": 2.0 * step, "reward/mean": step} for step in range(1, 5001))
     for curve in (totals.rewards, totals.generation_tokens_per_s, totals.training_tokens_per_s):
         assert 512 <= len(curve.points) <= 1024
     assert (totals.rewards.first, totals.rewards.newest) == (1, 5000)
     assert totals.rewards.points[:2] == [4.5, 12.5]
     assert totals.rewards.points[-1] == 4996.5
+
+
+def test_the_rate_of_training_is_of_steps_that_were_trained_and_of_no_moment_between_two_told_at_once() -> None:
+    ends_s = {1: 10.0, 2: 20.0, 3: 30.0, 4: 40.0, 5: 40.001, 6: 50.0}
+    totals = RunTotals(
+        {"step": step, "wall_s": wall_s, "policy/version": step, "batch/loss_tokens": 100}
+        | {"policy/skipped_steps": float(step == 2)}
+        for step, wall_s in ends_s.items()
+    )
+    assert totals.training_tokens_per_s.points == pytest.approx([10.0, 5.0, 10.0, 20.0])
 
 
 def test_a_policy_that_moves_far_is_no_mismatch_while_fresh_tokens_show_that_weights_are_the_same() -> None:

@@ -34,6 +34,8 @@ MISMATCH_CAUSES = {
 }
 _LAST_STEPS = 8
 """Of the last reward, at most."""
+_AT_ONCE = 0.1
+"""Of a mean step's time: two that end within it were told of at once, and the time between them is nobody's."""
 CURVES = ("training/kl", "training/entropy", "training/grad_norm")
 """Metrics whose course the live view draws, beside the reward."""
 
@@ -71,6 +73,8 @@ class RunTotals:
         self._reward_steps = 0
         self.generation_tokens_per_s = Curve()
         self.training_tokens_per_s = Curve()
+        """Of tokens that bore loss; steps that were told of at once are one."""
+        self._unrated_tokens, self._rated_s = 0, 0.0
         self.curves: defaultdict[str, Curve] = defaultdict(Curve)
         """Values of `CURVES`, one per step."""
         self.evaluations: dict[str, EvaluationSummary] = {}
@@ -202,8 +206,17 @@ class RunTotals:
             if name in metrics:
                 self.curves[name].add(metrics[name])
         self.generation_tokens_per_s.add(metrics.get("generation/tokens_per_s", 0.0))
-        self.training_tokens_per_s.add(loss_tokens / max(wall_s - self.wall_s, 1e-9))
         self.wall_s = wall_s
+        if is_trained:
+            self._add_rate(loss_tokens)
+
+    def _add_rate(self, loss_tokens: int) -> None:
+        """Of training, up to a step that was just trained."""
+        self._unrated_tokens += loss_tokens
+        passed_s = self.wall_s - self._rated_s
+        if passed_s > _AT_ONCE * self.wall_s / self.steps:
+            self.training_tokens_per_s.add(self._unrated_tokens / passed_s)
+            self._unrated_tokens, self._rated_s = 0, self.wall_s
 
 
 def _rewarded(metrics: Mapping[str, float]) -> float:
