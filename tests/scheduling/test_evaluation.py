@@ -184,6 +184,17 @@ async def test_after_training_it_is_finished_in_all_the_slots() -> None:
     assert [evaluation.step for evaluation in held_out.results] == [2]
 
 
+async def test_training_may_end_in_any_turn_of_an_evaluation() -> None:
+    for turns in range(60):
+        held_out = HeldOut(tasks=2)
+        async with held_out.evaluating() as evaluator:
+            evaluator.step_ended(2, version=0)
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            await evaluator.finish()
+        assert [evaluation.step for evaluation in held_out.results] == [2]
+
+
 async def test_after_training_it_has_a_deadline() -> None:
     held_out = HeldOut(finish_s=0.01)
     held_out.going.clear()

@@ -15,7 +15,7 @@ import itertools
 import math
 import statistics
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -86,36 +86,36 @@ class _Walk:
     """One evaluation: every task once, a limited number at a time."""
 
     def __init__(self, tasks: Iterable[Task], runner: GroupRunner, name: str) -> None:
-        self._numbered = enumerate(tasks)
-        self._runner, self._name = runner, name
+        self._tasks, self._runner, self._name = tasks, runner, name
         self._tallies: dict[str, _Tally] = {}
-        self._workers: asyncio.TaskGroup | None = None
-        self._concurrency = 0
+        self._slots, self._concurrency = asyncio.Semaphore(0), 0
         self.ended = 0
         """Rollouts finished or lost."""
 
     async def run(self, concurrency: int) -> dict[str, EvaluationResult]:
-        async with asyncio.TaskGroup() as self._workers:
-            self.widen(concurrency)
+        self.widen(concurrency)
+        async with asyncio.TaskGroup() as running:
+            for number, task in enumerate(self._tasks):
+                await self._slots.acquire()
+                running.create_task(self._measure(task, number))
         return {environment: tally.result() for environment, tally in self._tallies.items()}
 
     def widen(self, concurrency: int) -> None:
         """Run at least `concurrency` tasks at a time from now on."""
-        if self._workers is not None:
-            for _ in range(concurrency - self._concurrency):
-                self._workers.create_task(self._work(self._numbered))
-            self._concurrency = max(self._concurrency, concurrency)
+        for _ in range(self._concurrency, concurrency):
+            self._slots.release()
+        self._concurrency = max(self._concurrency, concurrency)
 
-    async def _work(self, queue: Iterator[tuple[int, Task]]) -> None:
-        for number, task in queue:
-            tally = self._tallies.setdefault(task.environment, _Tally())
-            try:
-                tally.finished[number] = await self._run_one(task, number)
-            except RolloutError as error:
-                tally.failed[error.reason] += 1
-            except RequestRefused:
-                tally.failed["request_refused"] += 1
-            self.ended += 1
+    async def _measure(self, task: Task, number: int) -> None:
+        tally = self._tallies.setdefault(task.environment, _Tally())
+        try:
+            tally.finished[number] = await self._run_one(task, number)
+        except RolloutError as error:
+            tally.failed[error.reason] += 1
+        except RequestRefused:
+            tally.failed["request_refused"] += 1
+        self.ended += 1
+        self._slots.release()
 
     async def _run_one(self, task: Task, number: int) -> Rollout:
         group_id = GroupId(f"{self._name}/{task.task_id}#{number}")
