@@ -216,8 +216,8 @@ class Scheduler(ABC):
         """Environments of which nothing may start: they pause, or one group tries them."""
         if not (paused := self._backoff.paused):
             return []
-        now_s, tried = self._clock(), {group.key.environment for group in self._outstanding.groups if not group.is_over}
-        return [name for name in paused if name in tried or self._backoff.pause_left_s(name, now_s=now_s)]
+        now_s, tried = self._clock(), self._outstanding.open_groups
+        return [name for name in paused if tried[name] or self._backoff.pause_left_s(name, now_s=now_s)]
 
     async def _wait_for_room(self, verdict: Verdict) -> None:
         since = self._clock()

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -67,8 +67,6 @@ class OpenGroup:
     """Members that have not ended."""
     parts: int = 1
     """Parts that wait for a batch, and one more until the group is over."""
-    is_over: bool = False
-    """Nothing more of it will be released."""
     playing: asyncio.Task[None] | None = None
     """Runs it, from its task to its scores."""
 
@@ -119,6 +117,8 @@ class Outstanding:
 
     def __init__(self) -> None:
         self.groups: dict[OpenGroup, None] = {}
+        self.open_groups = Counter[str]()
+        """Those that run or are scored, by environment."""
         self.floors = Floors[OpenGroup]()
         """Of groups that run or are scored."""
         self.ready: list[tuple[int, int, ReadyGroup]] = []
@@ -144,6 +144,7 @@ class Outstanding:
     def start(self, group: OpenGroup) -> None:
         """A group starts."""
         self.groups[group] = None
+        self.open_groups[group.key.environment] += 1
         self.floors.add(group, group.floor)
         self.running += group.size
         self.untaken += group.size
@@ -192,7 +193,7 @@ class Outstanding:
 
     def end(self, group: OpenGroup) -> None:
         """Nothing more of it will be released."""
-        group.is_over = True
+        self.open_groups[group.key.environment] -= 1
         self.floors.remove(group, group.floor)
         self.untaken -= group.size - group.released
         self._close_part(group)
