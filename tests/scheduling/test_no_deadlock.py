@@ -40,7 +40,9 @@ PATTERNS = st.fixed_dictionaries(
 
 @given(pattern=PATTERNS)
 @settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_no_pattern_of_anything_deadlocks_and_the_books_balance(pattern: dict[str, object]) -> None:
+def test_no_pattern_of_anything_deadlocks_or_cuts_a_batch_short_and_books_balance(
+    pattern: dict[str, object],
+) -> None:
     async def run() -> None:
         world = patterned_world(**pattern)  # type: ignore[arg-type]
         await world.run()
@@ -52,6 +54,9 @@ def test_no_pattern_of_anything_deadlocks_and_the_books_balance(pattern: dict[st
         assert statistics.budget_free == world.ceiling
         assert ledger.total(TerminalState.TRAINED) == world.recorder.ended[TerminalState.TRAINED]
         assert world.runner.live == 0
+        counts_for = 1 if pattern["group_release"] == "early" else world.batch_size // 2
+        sizes = [len(formed.groups) * counts_for for formed in world.recorder.formed]
+        assert all(size >= world.batch_size for size in sizes[:-1])
         assert len(asyncio.all_tasks()) == 1
 
     run_in_virtual_time(run())

@@ -92,6 +92,23 @@ async def test_what_is_too_old_near_the_last_step_is_replaced() -> None:
     assert [formed.batch.summary.num_rollouts for formed in world.recorder.formed] == [8] * 5
 
 
+def test_what_a_generator_that_lags_sampled_takes_no_place_in_a_batch_either() -> None:
+    async def batch_sizes() -> list[int]:
+        world = make_world(
+            lambda number: float(number % 2),
+            rows=32,
+            max_staleness=0,
+            max_running=24,
+            pauses=lambda number: 3 + number * 7 % 23,
+        )
+        world.runner.pause_s, world.train_s, world.install_s = 1.0, 1.0, 20.0
+        await world.run()
+        assert world.scheduler.ledger.reasons(TerminalState.FILTERED)["stale"] > 0
+        return [len(formed.groups) for formed in world.recorder.formed]
+
+    assert {*run_in_virtual_time(batch_sizes())[:-1]} == {2}
+
+
 def test_a_task_is_restarted_so_often_and_then_masked() -> None:
     never = simulated(on_stale="restart", max_restarts=0, max_staleness=1)
     assert outcomes(never) == outcomes(simulated(max_staleness=1))

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from tailrace.records import Group, GroupId, Rollout, RolloutId
@@ -106,6 +106,8 @@ class ReadyGroup:
     """What it came from."""
     size: int
     """In a batch, in rollouts, with the members that it lost."""
+    oldest_version: int
+    """That any of its tokens may have: the floor, or less where a generator lagged behind."""
 
 
 class Outstanding:
@@ -122,7 +124,7 @@ class Outstanding:
         self.floors = Floors[OpenGroup]()
         """Of groups that run or are scored."""
         self.ready: list[tuple[int, int, ReadyGroup]] = []
-        """A heap of (floor, arrival, group)."""
+        """A heap of (oldest version, arrival, group)."""
         self.ready_size = 0
         """Of all that is ready, in rollouts of a batch."""
         self.ready_rollouts = 0
@@ -159,8 +161,8 @@ class Outstanding:
         """A part of a group, or all of it, waits for its batch; it counts for `size` rollouts."""
         group.parts += 1
         group.released += size
-        ready = ReadyGroup(part, group, size)
-        if group.floor < self._oldest_allowed:
+        ready = ReadyGroup(part, group, size, min([group.floor, *_versions(part)]))
+        if ready.oldest_version < self._oldest_allowed:
             self.doubtful.append(ready)
         else:
             self.keep(ready)
@@ -176,7 +178,7 @@ class Outstanding:
     def keep(self, ready: ReadyGroup) -> None:
         """The next batch can train on it."""
         self._arrivals += 1
-        heapq.heappush(self.ready, (ready.opened.floor, self._arrivals, ready))
+        heapq.heappush(self.ready, (ready.oldest_version, self._arrivals, ready))
         self.ready_size += ready.size
         self.ready_rollouts += len(ready.group.rollouts)
 
@@ -212,6 +214,14 @@ class Outstanding:
         group.parts -= 1
         if not group.parts:
             del self.groups[group]
+
+
+def _versions(group: Group) -> Iterator[int]:
+    """The oldest that sampled a token, of each branch that has one."""
+    for rollout in group.rollouts:
+        for branch in rollout.branches:
+            if (version := branch.oldest_version) is not None:
+                yield version
 
 
 def apportion(size: int, members: Sequence[int]) -> list[int]:
