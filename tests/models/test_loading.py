@@ -63,6 +63,18 @@ def test_a_tokenizer_is_copied_beside_weights(model_folder: Path, tmp_path: Path
     loading.require_chat_template("copy", tmp_path)
 
 
+def test_a_copy_of_a_hubs_tokenizer_says_whose_it_is(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetched = loading.load_tokenizer(str(model_folder))
+    with monkeypatch.context() as offline:
+        offline.setattr(loading, "load_tokenizer", lambda name: fetched)
+        loading.copy_tokenizer("Qwen/Qwen3.5-4B", tmp_path)
+    assert files.public_name(tmp_path) == "Qwen/Qwen3.5-4B"
+    shutil.copyfile(model_folder / "config.json", tmp_path / "config.json")
+    assert loading.load_tokenizer(str(tmp_path)).get_vocab() == fetched.get_vocab()
+
+
 @pytest.mark.parametrize(
     ("name", "expected"),
     [

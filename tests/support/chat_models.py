@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -41,6 +42,33 @@ HERMES = """{%- if tools %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}
 """
 STRICT = """{% for message in messages %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}{{ '[' + message['role'] + ']' + message['content'] + '<|im_end|>' }}{% endfor %}{% if add_generation_prompt %}{{ '[assistant]' }}{% endif %}"""  # noqa: E501
+QWEN35 = """{%- if tools %}
+    {{- '<|im_start|>system\n# Tools\n\nYou have access to the following functions:\n\n<tools>' }}
+    {%- for tool in tools %}{{- '\n' }}{{- tool | tojson }}{%- endfor %}
+    {{- '\n</tools>\n\nIf you choose to call a function ONLY reply in the following format with NO suffix:\n\n<tool_call>\n<function=example_function_name>\n<parameter=example_parameter_1>\nvalue_1\n</parameter>\n<parameter=example_parameter_2>\nThis is the value for the second parameter\nthat can span\nmultiple lines\n</parameter>\n</function>\n</tool_call>\n\n<IMPORTANT>\nReminder:\n- Function calls MUST follow the specified format: an inner <function=...></function> block must be nested within <tool_call></tool_call> XML tags\n- Required parameters MUST be specified\n- You may provide optional reasoning for your function call in natural language BEFORE the function call, but NOT after\n- If there is no function call available, answer the question like normal with your current knowledge and do not tell the user about function calls\n</IMPORTANT>' }}
+    {%- if messages[0].role == 'system' %}{{- '\n\n' + messages[0].content }}{%- endif %}
+    {{- '<|im_end|>\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == 'user' %}
+        {{- '<|im_start|>user\n' + message.content + '<|im_end|>\n' }}
+    {%- elif message.role == 'assistant' %}
+        {{- '<|im_start|>assistant\n' + message.content }}
+        {%- for call in message.tool_calls or [] %}
+            {{- '<tool_call>\n<function=' + call.function.name + '>\n' }}
+            {%- for name, value in call.function.arguments.items() %}
+                {{- '<parameter=' + name + '>\n' + value | string + '\n</parameter>\n' }}
+            {%- endfor %}
+            {{- '</function>\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\n' }}
+    {%- elif message.role == 'tool' %}
+        {{- '<|im_start|>user\n<tool_response>\n' + message.content + '\n</tool_response><|im_end|>\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n<think>\n' }}{%- endif %}
+"""  # noqa: E501
+QWEN35_MARKERS = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 MARKERS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
@@ -64,10 +92,14 @@ def _trained() -> str:
     return tokenizer.to_str()
 
 
-def save_chat_model(folder: Path, *, template: str | None = CHATML, name: str | None = None) -> Path:
-    """A folder as Hugging Face models are saved, tokenizer only."""
+def save_chat_model(
+    folder: Path, *, template: str | None = CHATML, name: str | None = None, markers: Sequence[str] = ()
+) -> Path:
+    """A folder as Hugging Face models are saved, tokenizer only; `markers` are added tokens besides."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "tokenizer.json").write_text(_trained())
+    tokenizer = Tokenizer.from_str(_trained())
+    tokenizer.add_tokens([AddedToken(marker, normalized=False) for marker in markers])
+    (folder / "tokenizer.json").write_text(tokenizer.to_str())
     config = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     (folder / "config.json").write_text(json.dumps({"model_type": "test", **({"_name_or_path": name} if name else {})}))

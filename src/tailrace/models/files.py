@@ -43,6 +43,27 @@ def read_json(path: Path) -> Mapping[str, Json]:
     return value
 
 
+def public_name(folder: Path) -> str | None:
+    """The name on a hub (`Qwen/Qwen3-0.6B`) of the model that a folder's files say they come from, where they do.
+
+    Older versions of transformers write it, and checkpoints carry it. Raises `ModelError` for files that are not JSON.
+    """
+    given = (
+        read_json(folder / "config.json").get("_name_or_path"),
+        read_json(folder / "tokenizer_config.json").get("name_or_path"),
+    )
+    return next((name for name in given if isinstance(name, str) and is_public(name)), None)
+
+
+def is_public(name: str) -> bool:
+    """Whether a model's name may be one on a hub: it is none of a file or folder here.
+
+    >>> is_public("Qwen/Qwen3-0.6B"), is_public("/models/Qwen3-0.6B"), is_public("bundled:quickstart")
+    (True, False, False)
+    """
+    return name.count("/") == 1 and not Path(name).is_absolute() and not Path(name).exists()
+
+
 def own_context(config: Mapping[str, Json]) -> int | None:
     """Tokens that a model was made for, prompt and completion together, where its config.json says so.
 

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 from tailrace.errors import ModelError
-from tailrace.models.files import read_json, require_tokenizer, require_whole_weights
+from tailrace.models.files import public_name, read_json, require_tokenizer, require_whole_weights
 from tailrace.records import Json
 
 if TYPE_CHECKING:
@@ -189,6 +189,14 @@ def copy_tokenizer(name: str, into: Path) -> None:
                 shutil.copyfile(file, into / file_name)
     else:
         load_tokenizer(name).save_pretrained(into)
+    _keep_public_name(source, into / "tokenizer_config.json")
+
+
+def _keep_public_name(source: ModelSource, path: Path) -> None:
+    """By it a copy's chats are rendered and read as the model's own are; transformers does not save it."""
+    name = public_name(Path(source.location)) if source.is_local else source.name
+    if name is not None:
+        path.write_text(json.dumps({**read_json(path), "name_or_path": name}, indent=2) + "\n", encoding="utf-8")
 
 
 def require_chat_template(name: str, folder: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,8 +12,6 @@ from hypothesis import strategies as st
 
 from tailrace.records import FinishReason, GroupId, Message, Rollout, RolloutId, SamplingParams, Task, TaskId
 from tailrace.rollouts import ChatRenderer, RolloutPolicy
-from tests.rollouts.conftest import QWEN3
-from tests.support.chat_models import HERMES, STRICT, save_chat_model
 from tests.support.scripted_generate import Sampled, ScriptedGenerate
 
 MODELS = ["chatml", "smollm2", "hermes", "strict", "qwen3"]
@@ -121,16 +118,3 @@ def test_drift_is_counted_and_the_sampled_tokens_stay(renderer: ChatRenderer) ->
     assert played.metrics["realigned_turns"] == 1
     assert len(played.branches) == 1
     assert letters == generate.calls[1].prompt_token_ids[len(generate.calls[0].prompt_token_ids) :][:3].tolist()
-
-
-def test_a_models_family_is_known_by_its_public_name(tmp_path: Path) -> None:
-    folder = save_chat_model(tmp_path, template=HERMES)
-    assert set(ChatRenderer(folder, name=QWEN3).stop_token_ids) == {2, 0}  # the family's, of which one is not named
-    assert ChatRenderer(folder).stop_token_ids == (2,)
-
-
-def test_a_fine_tune_with_a_template_of_its_own_is_rendered_by_it(tmp_path: Path) -> None:
-    folder = save_chat_model(tmp_path, template=STRICT, name=QWEN3)
-    renderer = ChatRenderer(folder)
-    text = renderer.tokenizer.decode(renderer.render([{"role": "user", "content": "hi"}]).tolist())
-    assert text == "[user]hi<|im_end|>[assistant]"

@@ -1,15 +1,17 @@
-"""Rendering by the hand-written renderer of a model family (package `renderers`), chosen by the model's name.
+"""Rendering by the hand-written renderer of a model family (package `renderers`), chosen by the model's public name,
+or else by its template.
 
-The package takes 0.7 s to import, so it is imported only for a model whose name could be one it knows.
+The package takes 0.7 s to import, so it is imported only for a model with such a name, or a template that shows tools.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from copy import copy
 from typing import Any, Literal
 
+from tailrace.models.files import is_public
 from tailrace.records import Json, Message, ToolCall
 from tailrace.rollouts.chat.replies import ParsedReply, as_tool_call
 from tailrace.rollouts.chat.template_rendering import TemplateRendering
@@ -17,8 +19,32 @@ from tailrace.rollouts.chat.tokenizer import ChatTokenizer
 
 _log = logging.getLogger(__name__)
 
+_HARMONY = "gpt-oss"
+"""Its renderer loads a vocabulary, which takes half a second and may take a network."""
 _PROBE: list[Message] = [{"role": "user", "content": "Hello?"}]
 """A fine-tune often keeps its base model's name and not its template: they must agree on this much."""
+_TOOL: dict[str, Json] = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "The sum.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]},
+    },
+}
+_TOOL_USE: list[Message] = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Hello?"},
+    {
+        "role": "assistant",
+        "content": "",
+        "reasoning_content": "Hm.",
+        "tool_calls": [{"id": "call_0", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}],
+    },
+    {"role": "tool", "content": "1", "tool_call_id": "call_0", "name": "add"},
+    {"role": "assistant", "content": "One.", "reasoning_content": "So."},
+    {"role": "user", "content": "Sure?"},
+]
+"""A template that shows all of this as a family's renderer does is that family's, whatever the model is called."""
 
 
 class FamilyRendering:
@@ -80,16 +106,15 @@ def family_rendering(
 ) -> FamilyRendering | None:
     """The hand-written renderer for the model that `tokenizer` belongs to; None where there is none."""
     name = tokenizer.name_or_path
-    if name.count("/") != 1 or Path(name).is_absolute() or Path(name).exists():
-        return None  # a folder is no public name: its own template is right
-    from renderers.base import MODEL_RENDERER_MAP, create_renderer
-    from renderers.configs import AutoRendererConfig
+    if not is_public(name) and not tokenizer.template.knows_tools:
+        return None
+    from renderers.base import MODEL_RENDERER_MAP
 
     if name not in MODEL_RENDERER_MAP:
-        return None
-    config = AutoRendererConfig(thinking_retention="all" if thinking_retention == "all" else None)
+        known = _known_by_template(tokenizer)
+        return None if known is None else _made(tokenizer, known, thinking_retention)
     try:
-        rendering = FamilyRendering(create_renderer(tokenizer, config), MODEL_RENDERER_MAP[name])
+        rendering = _made(tokenizer, name, thinking_retention)
     except (AssertionError, ValueError) as error:  # a token that the family has and this tokenizer lacks
         _log.warning("%s: its family's renderer cannot be used (%s); using the chat template", name, error)
         return None
@@ -97,6 +122,39 @@ def family_rendering(
         _log.warning("%s: its chat template is not its family's (a fine-tune?); using the chat template", name)
         return None
     return rendering
+
+
+def _made(tokenizer: ChatTokenizer, name: str, thinking_retention: Literal["all", "template"]) -> FamilyRendering:
+    """The renderer of the public model called `name`, for its or another's tokenizer."""
+    from renderers.base import MODEL_RENDERER_MAP, create_renderer
+    from renderers.configs import AutoRendererConfig
+
+    family = MODEL_RENDERER_MAP[name]
+    named = copy(tokenizer)
+    named.name_or_path = name
+    config = AutoRendererConfig(thinking_retention="all" if thinking_retention == "all" else None)
+    return FamilyRendering(create_renderer(named, config), family)
+
+
+def _known_by_template(tokenizer: ChatTokenizer) -> str | None:
+    """A public model whose renderer makes the same tokens as the tokenizer's template, where a tool is used too."""
+    from jinja2 import TemplateError
+    from renderers.base import MODEL_RENDERER_MAP
+
+    try:
+        tool_use = TemplateRendering(tokenizer).render(_TOOL_USE, [_TOOL])
+    except (TemplateError, ValueError, KeyError, TypeError):
+        return None
+    for name, family in MODEL_RENDERER_MAP.items():
+        if family == _HARMONY:
+            continue
+        try:
+            rendering = _made(tokenizer, name, "template")
+            if rendering.render(_TOOL_USE, [_TOOL]) == tool_use and _agrees_with_template(rendering, tokenizer):
+                return str(name)
+        except Exception:  # noqa: BLE001 - of any kind, where a renderer meets another family's tokens
+            continue
+    return None
 
 
 def _agrees_with_template(rendering: FamilyRendering, tokenizer: ChatTokenizer) -> bool:

@@ -92,8 +92,8 @@ class RendererSource(msgspec.Struct, frozen=True):
 class ChatRenderer(Renderer):
     """Renders conversations for one model: by its family's hand-written renderer where there is one, else its template.
 
-    `model` is the folder of its tokenizer; `name` the model's public name (`Qwen/Qwen3-0.6B`), by which its family is
-    known, where the folder's `config.json` does not name it.
+    `model` is the folder of its tokenizer. The family is known by the model's public name (`Qwen/Qwen3-0.6B`), which is
+    `name` where that is one, or stands in the folder's files; of any other model, by its template.
 
     Raises `ModelError` for a tokenizer that cannot be read, and one without any token that ends a reply.
 
@@ -113,7 +113,6 @@ class ChatRenderer(Renderer):
         self._family = family_rendering(self.tokenizer, thinking_retention)
         self._template = TemplateRendering(self.tokenizer)
         self._remembered = lru_cache(_REMEMBERED_PROMPTS)(self._render_plain)
-        self._remembers = self._family is None and not self.tokenizer.template.tells_time
         self._last_read: tuple[Completion | None, list[int], str] = None, [], ""
         self._ends_in_reasoning = lru_cache(_REMEMBERED_PROMPTS)(self._tail_opens_reasoning)
         if not self.stop_token_ids:
@@ -135,7 +134,7 @@ class ChatRenderer(Renderer):
 
     @override
     def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec] | None = None) -> Int32Array:
-        plain = _plain(messages) if self._remembers and not tools else None
+        plain = _plain(messages) if self._family is None and not tools else None
         return self._render(messages, tools) if plain is None else self._remembered(plain)
 
     @override

@@ -1,14 +1,15 @@
 """A model's own chat template, compiled once: the Jinja dialect that Hugging Face chat templates are written in.
 
 Same environment as transformers' `apply_chat_template` (sandboxed, `trim_blocks`, `lstrip_blocks`, loop controls,
-`{% generation %}`, `raise_exception`, `strftime_now`, a `tojson` that does not escape HTML), without transformers.
+`{% generation %}`, `raise_exception`, a `tojson` that does not escape HTML), without transformers; but it is always the
+same day (`strftime_now`).
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime
+from datetime import UTC, datetime
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 TOOL_USE = "tool_use"
 """Name of the template that models with several use when tools are given."""
 DEFAULT = "default"
+TODAY = datetime(2024, 7, 26, tzinfo=UTC)
+"""The day that templates which name one are told. Always the same one, or a run that goes on tomorrow would train on
+other prompts; Llama's own template and renderer fall back to this one."""
 
 
 class ChatTemplate:
@@ -37,8 +41,8 @@ class ChatTemplate:
             raise ModelError(f"the model's chat templates ({', '.join(sources) or 'none'}) include no {DEFAULT!r} one")
         self._templates = {name: _compile(source) for name, source in sources.items()}
         self._special_tokens = dict(special_tokens)
-        self.tells_time = any("strftime_now" in source for source in sources.values())
-        """Whether the same conversation may be rendered differently later."""
+        self.knows_tools = any("tool" in source for source in sources.values())
+        """Whether it may show tools, or calls of them."""
 
     def render(
         self,
@@ -106,7 +110,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
     )
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
+    environment.globals["strftime_now"] = TODAY.strftime
     return environment
 
 
@@ -144,7 +148,3 @@ def _raise_exception(message: str) -> str:
     from jinja2 import TemplateError
 
     raise TemplateError(message)
-
-
-def _strftime_now(pattern: str) -> str:
-    return datetime.now().astimezone().strftime(pattern)

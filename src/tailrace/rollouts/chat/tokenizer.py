@@ -15,7 +15,7 @@ from typing import overload
 from tokenizers import Tokenizer
 
 from tailrace.errors import ModelError
-from tailrace.models.files import own_context, read_json
+from tailrace.models.files import is_public, own_context, public_name, read_json
 from tailrace.records import Json
 from tailrace.rollouts.chat.template import DEFAULT, ChatTemplate
 
@@ -25,12 +25,12 @@ _SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad
 class ChatTokenizer:
     """Text to tokens and back, and conversations to either.
 
-    `name_or_path` is the name under which the model's own renderer would be known (`Qwen/Qwen3-0.6B`), where the
-    folder tells it, and the folder otherwise.
+    `name_or_path` is the name under which the model's own renderer would be known (`Qwen/Qwen3-0.6B`), where the caller
+    or the folder tells it, and what the caller calls it otherwise.
     """
 
     def __init__(self, folder: str | Path, *, name: str | None = None) -> None:
-        """Read a model's folder; `name` is the model's public name where the caller knows it.
+        """Read a model's folder; `name` is what the model is called, which counts before the folder where it is public.
 
         Raises `ModelError` for what is missing, saying what to do.
         """
@@ -41,7 +41,8 @@ class ChatTokenizer:
         self._tokenizer = _load(folder)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self.name_or_path = str(name or model_config.get("_name_or_path") or config.get("name_or_path") or folder)
+        own_name = str(name or folder)
+        self.name_or_path = own_name if name and is_public(name) else public_name(folder) or own_name
         self.special_tokens = _special_tokens(config, read_json(folder / "special_tokens_map.json"))
         """By role: `eos_token`, `bos_token`, ..."""
         self.eos_token_id = self._special_id("eos_token")
