@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
+from openai_harmony import HarmonyEncodingName, HarmonyError, load_harmony_encoding
+from typing_extensions import override
 
+from tailrace.errors import ModelError
 from tailrace.models.loading import copy_tokenizer
 from tailrace.records import Completion, FinishReason, Message, ToolSpec, as_token_ids
-from tailrace.rollouts import ChatRenderer
+from tailrace.rollouts import ChatRenderer, ChatTokenizer
 from tailrace.rollouts.chat import ParsedReply
 from tests.rollouts.conftest import QWEN3
-from tests.support.chat_models import HERMES, QWEN35, QWEN35_MARKERS, STRICT, save_chat_model
+from tests.support.chat_models import (
+    HARMONY,
+    HERMES,
+    LLAMA3,
+    LLAMA3_MARKERS,
+    QWEN35,
+    QWEN35_MARKERS,
+    STRICT,
+    save_chat_model,
+)
 
 QUESTION: list[Message] = [{"role": "user", "content": "1 + 2?"}]
 CALL = "<function=add>\n<parameter=a>\n1\n</parameter>\n</function>"
@@ -25,6 +42,40 @@ def replied(renderer: ChatRenderer, text: str) -> ParsedReply:
     token_ids = as_token_ids([*renderer.tokenizer.encode(text), renderer.stop_token_ids[0]])
     sampled = Completion(token_ids, np.zeros(len(token_ids), np.float32), token_ids, FinishReason.STOP)
     return renderer.parse(sampled, prompt_token_ids=renderer.render(QUESTION, [ADD]), tools=[ADD])
+
+
+class HarmonyTokenizer(ChatTokenizer):
+    """Of gpt-oss: its renderer has the vocabulary itself."""
+
+    def __init__(self, folder: Path, *, name: str | None = None) -> None:
+        super().__init__(folder, name=name)
+        self._harmony = load_harmony_encoding(HarmonyEncodingName.HARMONY_GPT_OSS)
+        ends = ["<|return|>", "<|call|>", "<|constrain|>"]
+        self.added_token_ids = frozenset(self._harmony.encode("".join(ends), allowed_special="all"))
+
+    @override
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        return list(self._harmony.encode(text, allowed_special="all"))
+
+    @override
+    def decode(
+        self, token_ids: Sequence[int], skip_special_tokens: bool = False, clean_up_tokenization_spaces: bool = False
+    ) -> str:
+        return str(self._harmony.decode(token_ids))
+
+    @override
+    def convert_tokens_to_ids(self, tokens: Any) -> Any:
+        return self.encode(tokens)[0]
+
+
+@pytest.fixture
+def harmony(tmp_path: Path) -> Callable[..., ChatTokenizer]:
+    """Makes a tokenizer of gpt-oss, by any name. Skips where its vocabulary is not there."""
+    try:
+        load_harmony_encoding(HarmonyEncodingName.HARMONY_GPT_OSS)
+    except HarmonyError as error:
+        pytest.skip(f"the vocabulary of gpt-oss cannot be fetched: {error}")
+    return partial(HarmonyTokenizer, save_chat_model(tmp_path, template=HARMONY))
 
 
 def test_a_models_family_is_known_by_its_public_name(tmp_path: Path) -> None:
@@ -65,3 +116,32 @@ def test_every_day_is_the_same_day_to_a_template(tmp_path: Path) -> None:
     template = "{{ strftime_now('%d %b %Y') }}{% for message in messages %}{{ message.content }}<|im_end|>{% endfor %}"
     renderer = ChatRenderer(save_chat_model(tmp_path, template=template))
     assert renderer.tokenizer.decode(renderer.render(QUESTION).tolist()) == "26 Jul 20241 + 2?<|im_end|>"
+
+
+def test_a_family_whose_template_asks_for_the_day_keeps_its_renderer(tmp_path: Path) -> None:
+    folder = save_chat_model(tmp_path, template=LLAMA3, markers=LLAMA3_MARKERS)
+    config = {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    renderer = ChatRenderer(folder, name="meta-llama/Llama-3.2-1B-Instruct")
+    assert renderer.chat_format.family == "llama-3"
+    reply = replied(renderer, '{"name": "add", "parameters": {"a": 1}}')
+    assert [call["function"] for call in reply.tool_calls] == [{"name": "add", "arguments": {"a": 1}}]
+
+
+@pytest.mark.parametrize("name", ["openai/gpt-oss-120b", "models/gpt-oss-mine"])
+def test_gpt_oss_keeps_its_renderer_though_its_prompt_goes_on_where_the_template_ends(
+    harmony: Callable[..., ChatTokenizer], name: str
+) -> None:
+    renderer = ChatRenderer(harmony(name=name))
+    prompt = renderer.tokenizer.decode(renderer.render(QUESTION).tolist())
+    assert "Current date: 2024-07-26" in prompt
+    assert prompt.endswith("<|start|>assistant<|channel|>analysis<|message|>")
+
+
+def test_gpt_oss_without_its_vocabulary_is_refused_with_what_to_do(
+    harmony: Callable[..., ChatTokenizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = harmony(name="openai/gpt-oss-20b")
+    monkeypatch.setenv("TIKTOKEN_ENCODINGS_BASE", "/nowhere")
+    with pytest.raises(ModelError, match=r"openai/gpt-oss-20b: the vocabulary .*TIKTOKEN_ENCODINGS_BASE"):
+        ChatRenderer(tokenizer)

@@ -11,16 +11,20 @@ from collections.abc import Mapping, Sequence
 from copy import copy
 from typing import Any, Literal
 
+from tailrace.errors import ModelError
 from tailrace.models.files import is_public
 from tailrace.records import Json, Message, ToolCall
 from tailrace.rollouts.chat.replies import ParsedReply, as_tool_call
+from tailrace.rollouts.chat.template import TODAY
 from tailrace.rollouts.chat.template_rendering import TemplateRendering
 from tailrace.rollouts.chat.tokenizer import ChatTokenizer
 
 _log = logging.getLogger(__name__)
 
 _HARMONY = "gpt-oss"
-"""Its renderer loads a vocabulary, which takes half a second and may take a network."""
+"""Its renderer loads a vocabulary of its own, and its prompt goes on to where a reply reasons first."""
+_HARMONY_MODEL = "openai/gpt-oss-20b"
+_HARMONY_TOKEN = "<|constrain|>"
 _PROBE: list[Message] = [{"role": "user", "content": "Hello?"}]
 """A fine-tune often keeps its base model's name and not its template: they must agree on this much."""
 _TOOL: dict[str, Json] = {
@@ -125,7 +129,10 @@ def family_rendering(
 
 
 def _made(tokenizer: ChatTokenizer, name: str, thinking_retention: Literal["all", "template"]) -> FamilyRendering:
-    """The renderer of the public model called `name`, for its or another's tokenizer."""
+    """The renderer of the public model called `name`, for its or another's tokenizer.
+
+    Raises `AssertionError` and `ValueError` where that lacks a token, `ModelError` for a vocabulary that is not there.
+    """
     from renderers.base import MODEL_RENDERER_MAP, create_renderer
     from renderers.configs import AutoRendererConfig
 
@@ -133,7 +140,14 @@ def _made(tokenizer: ChatTokenizer, name: str, thinking_retention: Literal["all"
     named = copy(tokenizer)
     named.name_or_path = name
     config = AutoRendererConfig(thinking_retention="all" if thinking_retention == "all" else None)
-    return FamilyRendering(create_renderer(named, config), family)
+    options = {"conversation_start_date": TODAY.strftime("%Y-%m-%d")} if family == _HARMONY else None
+    try:
+        return FamilyRendering(create_renderer(named, config, chat_template_kwargs=options), family)
+    except RuntimeError as error:
+        raise ModelError(
+            f"{tokenizer.name_or_path}: the vocabulary of its renderer cannot be fetched ({error}); without a network, "
+            "put o200k_base.tiktoken into a folder and name that in TIKTOKEN_ENCODINGS_BASE"
+        ) from error
 
 
 def _known_by_template(tokenizer: ChatTokenizer) -> str | None:
@@ -141,6 +155,9 @@ def _known_by_template(tokenizer: ChatTokenizer) -> str | None:
     from jinja2 import TemplateError
     from renderers.base import MODEL_RENDERER_MAP
 
+    if tokenizer.convert_tokens_to_ids(_HARMONY_TOKEN) in tokenizer.added_token_ids:
+        harmony = _made(tokenizer, _HARMONY_MODEL, "template")
+        return _HARMONY_MODEL if _agrees_with_template(harmony, tokenizer) else None
     try:
         tool_use = TemplateRendering(tokenizer).render(_TOOL_USE, [_TOOL])
     except (TemplateError, ValueError, KeyError, TypeError):
@@ -160,7 +177,9 @@ def _known_by_template(tokenizer: ChatTokenizer) -> str | None:
 def _agrees_with_template(rendering: FamilyRendering, tokenizer: ChatTokenizer) -> bool:
     from jinja2 import TemplateError
 
+    prompt = rendering.render(_PROBE, None)
     try:
-        return rendering.render(_PROBE, None) == TemplateRendering(tokenizer).render(_PROBE, None)
+        expected = TemplateRendering(tokenizer).render(_PROBE, None)
     except TemplateError:
         return False
+    return prompt == expected or (rendering.family == _HARMONY and prompt[: len(expected)] == expected)
