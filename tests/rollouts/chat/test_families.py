@@ -145,3 +145,20 @@ def test_gpt_oss_without_its_vocabulary_is_refused_with_what_to_do(
     monkeypatch.setenv("TIKTOKEN_ENCODINGS_BASE", "/nowhere")
     with pytest.raises(ModelError, match=r"openai/gpt-oss-20b: the vocabulary .*TIKTOKEN_ENCODINGS_BASE"):
         ChatRenderer(tokenizer)
+
+
+def test_tools_for_a_model_whose_calls_are_not_read_are_warned_of_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = save_chat_model(tmp_path / "other", template=HERMES.replace("<tool_call>\n", "[TOOL_CALLS]"))
+    renderer = ChatRenderer(other)
+    renderer.render(QUESTION)
+    assert not caplog.messages
+    for _ in range(2):
+        renderer.render(QUESTION, [ADD])
+    (warning,) = caplog.messages
+    assert "only those are read" in warning
+
+    caplog.clear()
+    ChatRenderer(save_chat_model(tmp_path / "hermes", template=HERMES)).render(QUESTION, [ADD])
+    assert not caplog.messages

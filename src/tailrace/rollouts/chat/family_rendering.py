@@ -16,7 +16,7 @@ from tailrace.models.files import is_public
 from tailrace.records import Json, Message, ToolCall
 from tailrace.rollouts.chat.replies import ParsedReply, as_tool_call
 from tailrace.rollouts.chat.template import TODAY
-from tailrace.rollouts.chat.template_rendering import TemplateRendering
+from tailrace.rollouts.chat.template_rendering import TOOL, TOOL_USE, TemplateRendering
 from tailrace.rollouts.chat.tokenizer import ChatTokenizer
 
 _log = logging.getLogger(__name__)
@@ -27,28 +27,6 @@ _HARMONY_MODEL = "openai/gpt-oss-20b"
 _HARMONY_TOKEN = "<|constrain|>"
 _PROBE: list[Message] = [{"role": "user", "content": "Hello?"}]
 """A fine-tune often keeps its base model's name and not its template: they must agree on this much."""
-_TOOL: dict[str, Json] = {
-    "type": "function",
-    "function": {
-        "name": "add",
-        "description": "The sum.",
-        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]},
-    },
-}
-_TOOL_USE: list[Message] = [
-    {"role": "system", "content": "Be brief."},
-    {"role": "user", "content": "Hello?"},
-    {
-        "role": "assistant",
-        "content": "",
-        "reasoning_content": "Hm.",
-        "tool_calls": [{"id": "call_0", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}],
-    },
-    {"role": "tool", "content": "1", "tool_call_id": "call_0", "name": "add"},
-    {"role": "assistant", "content": "One.", "reasoning_content": "So."},
-    {"role": "user", "content": "Sure?"},
-]
-"""A template that shows all of this as a family's renderer does is that family's, whatever the model is called."""
 
 
 class FamilyRendering:
@@ -159,7 +137,7 @@ def _known_by_template(tokenizer: ChatTokenizer) -> str | None:
         harmony = _made(tokenizer, _HARMONY_MODEL, "template")
         return _HARMONY_MODEL if _agrees_with_template(harmony, tokenizer) else None
     try:
-        tool_use = TemplateRendering(tokenizer).render(_TOOL_USE, [_TOOL])
+        tool_use = TemplateRendering(tokenizer).render(TOOL_USE, [TOOL])
     except (TemplateError, ValueError, KeyError, TypeError):
         return None
     for name, family in MODEL_RENDERER_MAP.items():
@@ -167,7 +145,7 @@ def _known_by_template(tokenizer: ChatTokenizer) -> str | None:
             continue
         try:
             rendering = _made(tokenizer, name, "template")
-            if rendering.render(_TOOL_USE, [_TOOL]) == tool_use and _agrees_with_template(rendering, tokenizer):
+            if rendering.render(TOOL_USE, [TOOL]) == tool_use and _agrees_with_template(rendering, tokenizer):
                 return str(name)
         except Exception:  # noqa: BLE001 - of any kind, where a renderer meets another family's tokens
             continue

@@ -7,6 +7,7 @@ every reply       parse(completion)                     text, reasoning, tool ca
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -23,6 +24,8 @@ from tailrace.rollouts.chat.family_rendering import family_rendering
 from tailrace.rollouts.chat.replies import ParsedReply, read_reply
 from tailrace.rollouts.chat.template_rendering import TemplateRendering
 from tailrace.rollouts.chat.tokenizer import ChatTokenizer
+
+_log = logging.getLogger(__name__)
 
 _REMEMBERED_PROMPTS = 256
 _REMEMBERED_CHARACTERS = 8192
@@ -112,6 +115,7 @@ class ChatRenderer(Renderer):
         self.source = RendererSource(str(self.tokenizer.folder), self.tokenizer.name_or_path, thinking_retention)
         self._family = family_rendering(self.tokenizer, thinking_retention)
         self._template = TemplateRendering(self.tokenizer)
+        self._told_dialect = False
         self._remembered = lru_cache(_REMEMBERED_PROMPTS)(self._render_plain)
         self._last_read: tuple[Completion | None, list[int], str] = None, [], ""
         self._ends_in_reasoning = lru_cache(_REMEMBERED_PROMPTS)(self._tail_opens_reasoning)
@@ -134,6 +138,8 @@ class ChatRenderer(Renderer):
 
     @override
     def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec] | None = None) -> Int32Array:
+        if tools and self._family is None:
+            self._tell_dialect()
         plain = _plain(messages) if self._family is None and not tools else None
         return self._render(messages, tools) if plain is None else self._remembered(plain)
 
@@ -159,6 +165,18 @@ class ChatRenderer(Renderer):
                 "its prompt and ends with a stop token: it cannot be demonstrated"
             )
         return prompt, as_token_ids(following[: ends[-1] + 1])
+
+    def _tell_dialect(self) -> None:
+        """Warn, once, where the model's own tool calls will hardly be read."""
+        if not self._told_dialect and not self._template.shows_hermes_calls:
+            _log.warning(
+                "%s: tools are offered to it, but its chat template does not show calls as "
+                '<tool_call>{"name": ..., "arguments": {...}}</tool_call>, and only those are read: no renderer of '
+                "its family is known, and any other call is text. If it comes from a public model that has one "
+                "(docs/environments.md, Tools), write that model's name as name_or_path into its tokenizer_config.json",
+                self.tokenizer.name_or_path,
+            )
+        self._told_dialect = True
 
     def _render_plain(self, messages: tuple[tuple[str, str], ...]) -> Int32Array:
         """The rollouts of a group begin alike: what one of them rendered, the others need not."""

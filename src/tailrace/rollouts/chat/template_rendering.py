@@ -10,11 +10,31 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
 
-from tailrace.records import Json, Message
+from tailrace.records import Json, Message, ToolCall
+from tailrace.rollouts.chat.replies import read_reply
 from tailrace.rollouts.chat.tokenizer import ChatTokenizer
 
 _SENTINEL = "\u2042sentinel-reply\u2042"
 """Text that no template changes (no whitespace at its ends, no markup) and conversations hardly hold; checked."""
+
+TOOL: dict[str, Json] = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "The sum.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]},
+    },
+}
+_CALL: ToolCall = {"id": "call_0", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+TOOL_USE: list[Message] = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Hello?"},
+    {"role": "assistant", "content": "", "reasoning_content": "Hm.", "tool_calls": [_CALL]},
+    {"role": "tool", "content": "1", "tool_call_id": "call_0", "name": "add"},
+    {"role": "assistant", "content": "One.", "reasoning_content": "So."},
+    {"role": "user", "content": "Sure?"},
+]
+"""All that a template may show of the use of tools: by it a family, or a dialect of calls, is known."""
 
 _REMEMBERED_TEXTS = 1024
 _REMEMBERED_CHARACTERS = 8192
@@ -75,6 +95,17 @@ class TemplateRendering:
         prompt = self._text(messages[:-1], tools)
         whole = self._tokenizer.template.render(messages, tools=tools, add_generation_prompt=False)
         return self._encode(whole[len(prompt) :]) if whole.startswith(prompt) else None
+
+    @cached_property
+    def shows_hermes_calls(self) -> bool:
+        """Whether a tool call stands in a conversation as `read_reply` reads it."""
+        from jinja2 import TemplateError
+
+        try:
+            text = self._tokenizer.template.render(TOOL_USE[1:3], tools=[TOOL])
+        except (TemplateError, ValueError, KeyError, TypeError):
+            return False
+        return any(call["function"] == _CALL["function"] for call in read_reply(text).tool_calls)
 
     def _encode(self, text: str) -> list[int]:
         """Token ids, cached: the rollouts of a group begin alike and often continue alike."""
