@@ -69,6 +69,7 @@ QWEN35 = """{%- if tools %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\n<think>\n' }}{%- endif %}
 """  # noqa: E501
 QWEN35_MARKERS = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
+LLAMA2 = """{% for message in messages %}{% if message['role'] == 'user' %}{{ '[INST] ' + message['content'] + ' [/INST]' }}{% else %}{{ ' '  + message['content'] + ' ' + eos_token }}{% endif %}{% endfor %}"""  # noqa: E501
 LLAMA3 = """{{- bos_token }}
 {%- if not date_string is defined %}
     {%- if strftime_now is defined %}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from tailrace.records import FinishReason, GroupId, Message, Rollout, RolloutId, SamplingParams, Task, TaskId
 from tailrace.rollouts import ChatRenderer, RolloutPolicy
+from tests.support.chat_models import LLAMA2, save_chat_model
 from tests.support.scripted_generate import Sampled, ScriptedGenerate
 
 MODELS = ["chatml", "smollm2", "hermes", "strict", "qwen3"]
@@ -118,3 +120,13 @@ def test_drift_is_counted_and_the_sampled_tokens_stay(renderer: ChatRenderer) ->
     assert played.metrics["realigned_turns"] == 1
     assert len(played.branches) == 1
     assert letters == generate.calls[1].prompt_token_ids[len(generate.calls[0].prompt_token_ids) :][:3].tolist()
+
+
+def test_a_reply_that_was_sampled_with_its_end_gets_no_second_one_after_the_templates_space(tmp_path: Path) -> None:
+    renderer = ChatRenderer(save_chat_model(tmp_path, template=LLAMA2))
+    end = renderer.stop_token_ids[0]
+    reply = Sampled(renderer.tokenizer.encode("Ada"))
+    _, sampled = play(renderer, ["who?", "sure?"], [reply])
+    _, cut = play(renderer, ["who?", "sure?"], [Sampled(reply.token_ids, FinishReason.LENGTH)])
+    for generate in (sampled, cut):
+        assert generate.calls[1].prompt_token_ids.tolist().count(end) == 1

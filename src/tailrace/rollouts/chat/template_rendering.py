@@ -81,8 +81,9 @@ class TemplateRendering:
             return None
         following = text.partition(_SENTINEL)[2]
         added = self._encode(following)
-        closes = bool(added) and added[0] in self.stop_token_ids
-        return added[1:] if reply_is_closed and closes else added
+        close = next((place for place, token in enumerate(added) if self._tokenizer.decode([token]).strip()), None)
+        closes = close is not None and added[close] in self.stop_token_ids
+        return added[close + 1 :] if reply_is_closed and closes else added
 
     def reply(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Json]] | None, prompt_ids: list[int]
