@@ -69,9 +69,13 @@ def test_a_row_is_the_same_each_time_it_is_asked_for() -> None:
     assert first.eval_task(7) == second.eval_task(7)
 
 
-async def test_an_answer_that_scoring_cannot_read_is_wrong_and_counted() -> None:
-    spec = load(dataset="prime_factorization")
-    result = await play(spec, spec.train_task(0), ["<answer>a few primes</answer>"])
+@pytest.mark.parametrize(
+    ("dataset", "answer"),
+    [("prime_factorization", "a few primes"), ("game_of_life", "{}"), ("boxnet", "[[]]"), ("coin_flip", "1e999")],
+)
+async def test_an_answer_that_scoring_cannot_read_is_wrong_and_counted(dataset: str, answer: str) -> None:
+    spec = load(dataset=dataset)
+    result = await play(spec, spec.train_task(0), [f"<answer>{answer}</answer>"])
     assert (result.reward, result.metrics["unreadable"]) == (0.0, 1.0)
 
 

@@ -107,10 +107,10 @@ class ReasoningGymDataset:
 
     def reward(self, task: Task, messages: list[Message]) -> AgentResult:
         """The data set's own score of the answer in the last reply."""
-        answer = extract_answer(messages[-1]["content"])
+        answer, entry, dataset = extract_answer(messages[-1]["content"]), self._entry(task), self._dataset
         try:
-            score = float(self._dataset.score_answer(answer=answer, entry=self._entry(task)))
-        except ValueError:  # prime_factorization raises where the answer is no number: a wrong answer, not a failure
+            score = float(dataset.score_answer(answer=answer, entry=entry))
+        except Exception:  # noqa: BLE001 - whatever a data set's scoring raises where it cannot read an answer
             return AgentResult(0.0, metrics={"unreadable": 1.0}, info={"extracted_answer": answer})
         part = {} if (name := self._part(task)) is None else {name: score}
         return AgentResult(score, metrics={"unreadable": 0.0, **part}, info={"extracted_answer": answer})
