@@ -118,6 +118,13 @@ def test_a_group_comes_back_as_it_was(tmp_path: Path) -> None:
             np.testing.assert_array_equal(one.columns[name], values)
 
 
+def test_numpy_values_that_user_code_made_are_captured_as_plain_ones(tmp_path: Path) -> None:
+    made = group()
+    made.rollouts[0].reward = Reward(1.0, {"exact": np.float32(0.5)}, {"seen": np.array([1, 2]), "at": np.int64(3)})  # type: ignore[dict-item]
+    (read,) = read_capture(written(tmp_path, made))
+    assert read.rollouts[0].reward == Reward(1.0, {"exact": 0.5}, {"seen": [1, 2], "at": 3})
+
+
 def test_a_capture_of_before_first_replies_were_kept_is_read(tmp_path: Path) -> None:
     folder = written(tmp_path, group())
     (path,) = folder.glob("*.msgpack")

@@ -41,6 +41,7 @@ from tailrace.records import (
     TaskId,
     is_too_deep,
 )
+from tailrace.reporting.rollout_records import plain_value
 from tailrace.tracing.background import BackgroundWriter
 from tailrace.tracing.phases import phase
 
@@ -119,7 +120,7 @@ class CaptureWriter:
     def _write(self, number: int, group: Group, rollouts: list[Rollout]) -> None:
         with phase("capture") as capturing:
             columns = save(_columns(rollouts))
-            record = msgspec.msgpack.encode(_group_record(group, rollouts))
+            record = msgspec.msgpack.encode(_group_record(group, rollouts), enc_hook=plain_value)
             num_bytes = len(columns) + len(record)
             if num_bytes > self._left_bytes:
                 if not self._is_full:

@@ -158,7 +158,7 @@ def decode_line(line: bytes) -> RolloutRecord:
         return msgspec.json.decode(line, type=RolloutRecord)
 
 
-def _plain(value: Any) -> Json:
+def plain_value(value: Any) -> Json:
     """What JSON does not know, in plain values: NumPy by value, the rest by `repr`."""
     if isinstance(value, np.ndarray):
         return value.tolist()
@@ -167,4 +167,4 @@ def _plain(value: Any) -> Json:
     return repr(value)
 
 
-_encoder = msgspec.json.Encoder(enc_hook=_plain)
+_encoder = msgspec.json.Encoder(enc_hook=plain_value)
