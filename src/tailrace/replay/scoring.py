@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import TypeAlias
 
 from tailrace.config import RunSettings
-from tailrace.environments import load_environment
-from tailrace.environments.results import as_agent_result
+from tailrace.environments import EnvironmentSpec, load_environment
+from tailrace.environments.named_rewards import weighted_sum
+from tailrace.environments.results import AgentResult, as_agent_result
 from tailrace.errors import TailraceError
 from tailrace.records import Group, Rollout
 from tailrace.rollouts import ErrorBudget, WorkerPool
@@ -38,7 +40,7 @@ async def rescoring(settings: RunSettings) -> AsyncIterator[ScoreAgain | None]:
         spec = specs[rollout.task.environment]
         await scorer.score_rollout(
             rollout,
-            as_agent_result(rollout.reward),
+            _reported(rollout, spec),
             lambda rollout, reported: functions.score_rollout(rollout, reported, spec),
             is_group_scored=spec.scores_groups,
         )
@@ -55,3 +57,13 @@ async def rescoring(settings: RunSettings) -> AsyncIterator[ScoreAgain | None]:
         yield score_again
     finally:
         await workers.close()
+
+
+def _reported(rollout: Rollout, spec: EnvironmentSpec) -> AgentResult:
+    """What the agent or environment reported before the functions that score again: none of what these had added."""
+    captured = as_agent_result(rollout.reward)
+    if captured.reward is None or not spec.adds_rewards:
+        return captured
+    alone = {name: reward for name, reward in spec.rewards.items() if not reward.together}
+    added = weighted_sum({name: captured.metrics.get(name) for name in alone}, alone)
+    return replace(captured, reward=captured.reward - (added.reward or 0.0))
