@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from tailrace.errors import ModelError
 from tailrace.models.loading import copy_tokenizer
-from tailrace.records import Completion, FinishReason, Message, ToolSpec, as_token_ids
+from tailrace.records import Completion, FinishReason, Message, ToolCall, ToolSpec, as_token_ids
 from tailrace.rollouts import ChatRenderer, ChatTokenizer
 from tailrace.rollouts.chat import ParsedReply
 from tests.rollouts.conftest import QWEN3
@@ -136,6 +136,22 @@ def test_gpt_oss_keeps_its_renderer_though_its_prompt_goes_on_where_the_template
     prompt = renderer.tokenizer.decode(renderer.render(QUESTION).tolist())
     assert "Current date: 2024-07-26" in prompt
     assert prompt.endswith("<|start|>assistant<|channel|>analysis<|message|>")
+
+
+def test_gpt_oss_is_shown_which_function_a_result_is_of(harmony: Callable[..., ChatTokenizer]) -> None:
+    renderer = ChatRenderer(harmony(name="openai/gpt-oss-20b"))
+    call: ToolCall = {"id": "call_0", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    history: list[Message] = [*QUESTION, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    result: Message = {"role": "tool", "content": "3", "tool_call_id": "call_0"}
+    prompt = renderer.render(QUESTION, [ADD])
+    said = (
+        '3.<|end|><|start|>assistant<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1}<|call|>'
+    )
+    token_ids = np.concatenate([prompt, as_token_ids(renderer.tokenizer.encode(said))])
+    bridged = renderer.bridge(token_ids, len(prompt), history, [result], [ADD])
+    assert bridged is not None
+    for shown in (bridged, renderer.render([*history, result], [ADD])):
+        assert "<|start|>functions.add<|channel|>" in renderer.tokenizer.decode(shown.tolist())
 
 
 def test_gpt_oss_without_its_vocabulary_is_refused_with_what_to_do(

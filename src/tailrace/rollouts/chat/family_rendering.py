@@ -25,6 +25,8 @@ _HARMONY = "gpt-oss"
 """Its renderer loads a vocabulary of its own, and its prompt goes on to where a reply reasons first."""
 _HARMONY_MODEL = "openai/gpt-oss-20b"
 _HARMONY_TOKEN = "<|constrain|>"
+_NAME_RESULTS = {_HARMONY, "gemma4", "inkling"}
+"""Families that show of which function a result is; others would show the name in place of the role."""
 _PROBE: list[Message] = [{"role": "user", "content": "Hello?"}]
 """A fine-tune often keeps its base model's name and not its template: they must agree on this much."""
 
@@ -38,17 +40,22 @@ class FamilyRendering:
 
     def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Json]] | None) -> list[int]:
         """The whole conversation, up to where the next reply begins."""
-        return list(self._renderer.render_ids(list(messages), tools=tools, add_generation_prompt=True))
+        return list(self._renderer.render_ids(self._named(messages), tools=tools, add_generation_prompt=True))
 
     def bridge(
         self,
         prompt_ids: list[int],
         completion_ids: list[int],
+        history: Sequence[Message],
         new_messages: Sequence[Message],
         tools: Sequence[Mapping[str, Json]] | None,
     ) -> list[int] | None:
-        """Tokens that follow `prompt_ids + completion_ids`; None where the renderer cannot prove the extension."""
-        rendered = self._renderer.bridge_to_next_turn(prompt_ids, completion_ids, list(new_messages), tools=tools)
+        """Tokens that follow `prompt_ids + completion_ids`, which are those of `history`.
+
+        None where the renderer cannot prove the extension.
+        """
+        added = self._named([*history, *new_messages])[len(history) :]
+        rendered = self._renderer.bridge_to_next_turn(prompt_ids, completion_ids, added, tools=tools)
         if rendered is None:
             return None
         before = len(prompt_ids) + len(completion_ids)
@@ -61,7 +68,7 @@ class FamilyRendering:
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Json]] | None, prompt_ids: list[int]
     ) -> list[int] | None:
         """Tokens of the last message, and of what follows it; None where they do not follow the prompt's."""
-        whole = list(self._renderer.render_ids(list(messages), tools=tools, add_generation_prompt=False))
+        whole = list(self._renderer.render_ids(self._named(messages), tools=tools, add_generation_prompt=False))
         return whole[len(prompt_ids) :] if whole[: len(prompt_ids)] == prompt_ids else None
 
     def parse(
@@ -81,6 +88,18 @@ class FamilyRendering:
             else:
                 calls.append(call)
         return ParsedReply(content, parsed.reasoning_content, calls, malformed)
+
+    def _named(self, messages: Sequence[Message]) -> list[Message]:
+        """The messages; tools' results with the name of the function that was called, where the family writes it."""
+        if self.family not in _NAME_RESULTS:
+            return list(messages)
+        named: list[Message] = []
+        names: dict[str | None, str] = {}  # ids come again in every reply
+        for message in messages:
+            names.update({call.get("id"): call["function"]["name"] for call in message.get("tool_calls") or []})
+            name = message.get("name") or names.get(message.get("tool_call_id"))
+            named.append({**message, "name": name} if message["role"] == "tool" and name else message)
+        return named
 
 
 def family_rendering(

@@ -207,7 +207,8 @@ class ChatRenderer(Renderer):
     ) -> Int32Array | None:
         if self._family is not None:
             before = token_ids.tolist()
-            added = self._family.bridge(before[:reply_start], before[reply_start:], new_messages, _envelopes(tools))
+            prompt, completion = before[:reply_start], before[reply_start:]
+            added = self._family.bridge(prompt, completion, history, new_messages, _envelopes(tools))
         else:
             is_closed = len(token_ids) > reply_start and int(token_ids[-1]) in self.stop_token_ids
             added = self._template.bridge(history, new_messages, _envelopes(tools), reply_is_closed=is_closed)
