@@ -3,7 +3,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-RUN_NAME ?= quickstart-$(shell date +%Y%m%d-%H%M%S)
+NOW := $(shell date +%Y%m%d-%H%M%S)
+RUN_NAME ?= quickstart-$(NOW)
 
 .PHONY: demo install install-dev vllm-cpu environments test test-all explore test-torch-floor test-newest test-system gpu lint format docs bench-trl-env npm-agents clean
 

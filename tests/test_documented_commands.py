@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+import subprocess
 from collections import defaultdict
 from pathlib import Path
 
@@ -92,3 +94,13 @@ def test_a_program_that_makes_figures_is_there_and_has_its_options(program: str,
     if re.search(r"\bkit\b", source):
         known |= {*OPTION.findall((ROOT / "benchmarks" / "kit.py").read_text())}
     assert options <= known
+
+
+def test_make_demo_looks_for_its_checkpoint_in_the_folder_of_its_own_run(tmp_path: Path) -> None:
+    clock = tmp_path / "date"  # at which no two looks show the same time
+    clock.write_text(f"#!/bin/sh\necho tick >> {tmp_path}/ticks\nwc -l < {tmp_path}/ticks\n")
+    clock.chmod(0o755)
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    command = ["make", "--dry-run", "demo"]
+    made = subprocess.run(command, cwd=ROOT, env={"PATH": path}, capture_output=True, text=True, check=True)
+    assert len({*re.findall(r"quickstart-\d+", made.stdout)}) == 1
