@@ -81,8 +81,9 @@ class TemplateRendering:
             return None
         following = text.partition(_SENTINEL)[2]
         added = self._encode(following)
-        close = next((place for place, token in enumerate(added) if self._tokenizer.decode([token]).strip()), None)
-        closes = close is not None and added[close] in self.stop_token_ids
+        visible = (place for place, token in enumerate(added) if self._tokenizer.decode([token]).strip())
+        close = next(visible, len(added))
+        closes = close < len(added) and added[close] in self.stop_token_ids
         return added[close + 1 :] if reply_is_closed and closes else added
 
     def reply(
