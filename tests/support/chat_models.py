@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
+from renderers import qwen35
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 CHATML = """{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""  # noqa: E501
@@ -43,9 +44,9 @@ HERMES = """{%- if tools %}
 """
 STRICT = """{% for message in messages %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}{{ '[' + message['role'] + ']' + message['content'] + '<|im_end|>' }}{% endfor %}{% if add_generation_prompt %}{{ '[assistant]' }}{% endif %}"""  # noqa: E501
 QWEN35 = """{%- if tools %}
-    {{- '<|im_start|>system\n# Tools\n\nYou have access to the following functions:\n\n<tools>' }}
+    {{- '<|im_start|>system\n' + HEADER }}
     {%- for tool in tools %}{{- '\n' }}{{- tool | tojson }}{%- endfor %}
-    {{- '\n</tools>\n\nIf you choose to call a function ONLY reply in the following format with NO suffix:\n\n<tool_call>\n<function=example_function_name>\n<parameter=example_parameter_1>\nvalue_1\n</parameter>\n<parameter=example_parameter_2>\nThis is the value for the second parameter\nthat can span\nmultiple lines\n</parameter>\n</function>\n</tool_call>\n\n<IMPORTANT>\nReminder:\n- Function calls MUST follow the specified format: an inner <function=...></function> block must be nested within <tool_call></tool_call> XML tags\n- Required parameters MUST be specified\n- You may provide optional reasoning for your function call in natural language BEFORE the function call, but NOT after\n- If there is no function call available, answer the question like normal with your current knowledge and do not tell the user about function calls\n</IMPORTANT>' }}
+    {{- INSTRUCTIONS }}
     {%- if messages[0].role == 'system' %}{{- '\n\n' + messages[0].content }}{%- endif %}
     {{- '<|im_end|>\n' }}
 {%- endif %}
@@ -67,7 +68,11 @@ QWEN35 = """{%- if tools %}
     {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\n<think>\n' }}{%- endif %}
-"""  # noqa: E501
+"""
+QWEN35 = QWEN35.replace("HEADER", json.dumps(qwen35._TOOLS_HEADER)).replace(
+    "INSTRUCTIONS", json.dumps(qwen35._TOOLS_FOOTER + qwen35._TOOLS_INSTRUCTIONS)
+)
+"""In the words of its family's renderer."""
 QWEN35_MARKERS = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
 LLAMA2 = """{% for message in messages %}{% if message['role'] == 'user' %}{{ '[INST] ' + message['content'] + ' [/INST]' }}{% else %}{{ ' '  + message['content'] + ' ' + eos_token }}{% endif %}{% endfor %}"""  # noqa: E501
 LLAMA3 = """{{- bos_token }}
