@@ -78,9 +78,14 @@ def own_context(config: Mapping[str, Json]) -> int | None:
     return None
 
 
+def holds_tokenizer(folder: Path) -> bool:
+    """Whether there is a tokenizer of any kind."""
+    return any(map(any, map(folder.glob, _TOKENIZERS)))
+
+
 def require_tokenizer(name: str, folder: Path) -> None:
     """Raise `ModelError` for a local folder that holds no tokenizer of any kind."""
-    if not any(map(any, map(folder.glob, _TOKENIZERS))):
+    if not holds_tokenizer(folder):
         raise ModelError(
             f"model {name!r}: the folder {folder} holds no tokenizer (tokenizer.json); save it there: "
             "AutoTokenizer.from_pretrained(...).save_pretrained(folder)"

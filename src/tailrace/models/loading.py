@@ -27,7 +27,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 from tailrace.errors import ModelError
-from tailrace.models.files import public_name, read_json, require_tokenizer, require_whole_weights
+from tailrace.models.files import (
+    holds_tokenizer,
+    public_name,
+    read_json,
+    require_tokenizer,
+    require_whole_weights,
+)
 from tailrace.records import Json
 
 if TYPE_CHECKING:
@@ -178,17 +184,20 @@ def tokenizer_folder(name: str, into: Path) -> Path:
 def copy_tokenizer(name: str, into: Path) -> None:
     """Write the tokenizer of the model called `name` into the folder `into`, beside weights saved there.
 
-    Its files are copied where it is in a local folder's `tokenizer.json`; any other is loaded and saved as one. Raises
-    `ModelError`.
+    Files of a local folder are copied as they are, where `tokenizer.json` is all there is of a tokenizer, or nothing;
+    any other is loaded and saved as one. Raises `ModelError`.
     """
     source = resolve_model(name)
-    if source.is_local and source.gguf_file is None and (Path(source.location) / "tokenizer.json").is_file():
-        for file_name in TOKENIZER_FILES:
-            file = Path(source.location) / file_name
-            if file.is_file():
-                shutil.copyfile(file, into / file_name)
-    else:
+    folder = Path(source.location)
+    if (
+        source.gguf_file
+        or not source.is_local
+        or (holds_tokenizer(folder) and not (folder / "tokenizer.json").is_file())
+    ):
         load_tokenizer(name).save_pretrained(into)
+    else:
+        for file in filter(Path.is_file, (folder / file_name for file_name in TOKENIZER_FILES)):
+            shutil.copyfile(file, into / file.name)
     _keep_public_name(source, into / "tokenizer_config.json")
 
 
