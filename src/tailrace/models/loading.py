@@ -184,20 +184,17 @@ def tokenizer_folder(name: str, into: Path) -> Path:
 def copy_tokenizer(name: str, into: Path) -> None:
     """Write the tokenizer of the model called `name` into the folder `into`, beside weights saved there.
 
-    Files of a local folder are copied as they are, where `tokenizer.json` is all there is of a tokenizer, or nothing;
-    any other is loaded and saved as one. Raises `ModelError`.
+    A local folder's files are copied where it is in `tokenizer.json`, or there is none; any other is loaded and saved
+    as one. Raises `ModelError`.
     """
     source = resolve_model(name)
     folder = Path(source.location)
-    if (
-        source.gguf_file
-        or not source.is_local
-        or (holds_tokenizer(folder) and not (folder / "tokenizer.json").is_file())
-    ):
-        load_tokenizer(name).save_pretrained(into)
-    else:
+    is_plain = (folder / "tokenizer.json").is_file() or not holds_tokenizer(folder)
+    if source.is_local and source.gguf_file is None and is_plain:
         for file in filter(Path.is_file, (folder / file_name for file_name in TOKENIZER_FILES)):
             shutil.copyfile(file, into / file.name)
+    else:
+        load_tokenizer(name).save_pretrained(into)
     _keep_public_name(source, into / "tokenizer_config.json")
 
 
