@@ -214,7 +214,6 @@ def test_a_machine_ends_as_the_run_does_whose_trainer_it_had(tmp_path: Path) -> 
         assert other.returncode == 75, said
 
 
-@pytest.mark.long
 @needs_redis
 def test_a_machine_that_is_lost_is_followed_by_another(tmp_path: Path) -> None:
     with redis_server(tmp_path / "redis") as server:

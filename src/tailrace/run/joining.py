@@ -69,7 +69,8 @@ async def join(name: str, url: str, runs: Path, prefix: str, say: Callable[[str]
         say(f"has the {notice.name} of the run {name}, life {notice.life}")
         machine = _Machine(place, notice, runs)
         served = _Served(notice, machine.folder)
-        status = await machine.run()
+        ended = await machine.run(_next_notice(place, served))
+        status = status if ended is None else ended
     say(f"the trainer of the run {name} has ended, with status {status}")
     assert served is not None
     if (of_run := served.exit_status_of_run()) is None:
@@ -135,19 +136,28 @@ class _Machine:
             notice.address, bind=False, on_message=self._on_message, changed=self._changed, peer="orchestrator"
         )
 
-    async def run(self) -> int:
-        """From the order to start to the role's end, which the orchestrator is told; the role's exit status."""
+    async def run(self, goes_on: Coroutine[Any, Any, Notice | None]) -> int | None:
+        """From the order to start to the role's end, which the orchestrator is told; the role's exit status.
+
+        None where no order comes before the run `goes_on` without this life of the role, or has ended: another machine
+        had taken it, and may be lost.
+        """
+        going_on = asyncio.create_task(goes_on, name="next life")
+        going_on.add_done_callback(lambda _: self._changed.set())
         try:
-            await wait_until(self._changed, lambda: bool(self._start or self._channel.failure))
+            await wait_until(self._changed, lambda: bool(self._start or self._channel.failure or going_on.done()))
             if self._start is None:
-                raise self._channel.failure or TransportError("nothing to start")
+                if going_on.done():
+                    going_on.result()  # raises where Redis is gone
+                return None
+            going_on.cancel()
             launcher = LocalLauncher(self._place.origin.epoch, self._paths.logs)
             spec = replace(self._start.spec, settings=self._own_settings(self._start.spec.settings))
             async with launcher:
                 self._handle = launcher.start(spec, is_replaceable=True)
                 return await self._until_left(self._handle)
         finally:
-            for task in self._tasks:
+            for task in (going_on, *self._tasks):
                 task.cancel()
             await self._channel.close()
 
