@@ -228,7 +228,7 @@ def test_a_second_run_waits_for_room_and_then_says_that_there_is_none(nodes: Ray
 @pytest.mark.long
 def test_two_runs_at_once_have_names_and_groups_of_their_own_and_both_finish(tmp_path: Path) -> None:
     with ray_cluster(0, 2, 2) as nodes:
-        arguments = (*LIGHT, "--ray.address", nodes.address, "--max_steps", "40")
+        arguments = (*LIGHT, "--ray.address", nodes.address, "--max_steps", "300")
         with command(tmp_path, *arguments) as first, command(tmp_path, *arguments, name="second") as second:
             for run in (first, second):
                 run.wait_for_steps(1)
@@ -237,7 +237,7 @@ def test_two_runs_at_once_have_names_and_groups_of_their_own_and_both_finish(tmp
             for run in (first, second):
                 status, printed = run.wait()
                 assert status == 0, printed
-                require_finished(run, printed, 40)
+                require_finished(run, printed, 300)
         nodes.wait_until_empty(ENDS_S)
 
 
