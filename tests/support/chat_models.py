@@ -17,6 +17,12 @@ You are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>
 ' + message['content'] + '<|im_end|>' + '
 '}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant
 ' }}{% endif %}"""
+_AFTER_CALLS = """        {{- '<|im_end|>\n' }}
+    {%- elif message.role == 'tool' %}
+        {{- '<|im_start|>user\n<tool_response>\n' + message.content + '\n</tool_response><|im_end|>\n' }}
+    {%- endif %}
+{%- endfor %}
+"""
 HERMES = """{%- if tools %}
     {{- '<|im_start|>system\n' }}
     {%- if messages[0].role == 'system' %}{{- messages[0].content + '\n\n' }}{%- endif %}
@@ -35,13 +41,9 @@ HERMES = """{%- if tools %}
             {{- '<tool_call>\n{"name": "' + call.function.name + '", "arguments": ' }}
             {{- call.function.arguments | tojson + '}\n</tool_call>' }}
         {%- endfor %}
-        {{- '<|im_end|>\n' }}
-    {%- elif message.role == 'tool' %}
-        {{- '<|im_start|>user\n<tool_response>\n' + message.content + '\n</tool_response><|im_end|>\n' }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}
+AFTER_CALLS{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}
 """
+HERMES = HERMES.replace("AFTER_CALLS", _AFTER_CALLS)
 STRICT = """{% for message in messages %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}{{ '[' + message['role'] + ']' + message['content'] + '<|im_end|>' }}{% endfor %}{% if add_generation_prompt %}{{ '[assistant]' }}{% endif %}"""  # noqa: E501
 QWEN35 = """{%- if tools %}
     {{- '<|im_start|>system\n' + HEADER }}
@@ -62,15 +64,12 @@ QWEN35 = """{%- if tools %}
             {%- endfor %}
             {{- '</function>\n</tool_call>' }}
         {%- endfor %}
-        {{- '<|im_end|>\n' }}
-    {%- elif message.role == 'tool' %}
-        {{- '<|im_start|>user\n<tool_response>\n' + message.content + '\n</tool_response><|im_end|>\n' }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n<think>\n' }}{%- endif %}
+AFTER_CALLS{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n<think>\n' }}{%- endif %}
 """
-QWEN35 = QWEN35.replace("HEADER", json.dumps(qwen35._TOOLS_HEADER)).replace(
-    "INSTRUCTIONS", json.dumps(qwen35._TOOLS_FOOTER + qwen35._TOOLS_INSTRUCTIONS)
+QWEN35 = (
+    QWEN35.replace("AFTER_CALLS", _AFTER_CALLS)
+    .replace("HEADER", json.dumps(qwen35._TOOLS_HEADER))
+    .replace("INSTRUCTIONS", json.dumps(qwen35._TOOLS_FOOTER + qwen35._TOOLS_INSTRUCTIONS))
 )
 """In the words of its family's renderer."""
 QWEN35_MARKERS = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
