@@ -146,6 +146,14 @@ async def test_a_group_that_lost_members_goes_on_smaller() -> None:
     assert [formed.batch.summary.num_rollouts for formed in world.recorder.formed] in ([7, 8], [8, 7])
 
 
+async def test_a_group_that_sampled_no_token_takes_no_place_in_a_batch() -> None:
+    world = make_world(spread, rows=16)
+    world.runner.is_silent = lambda number: 20 <= number < 24  # the sixth group
+    await world.run()
+    assert world.scheduler.ledger.reasons(TerminalState.FILTERED) == {"nothing_sampled": 4}
+    assert [formed.batch.summary.num_rollouts for formed in world.recorder.formed] == [8] * 7 + [4]
+
+
 async def test_nothing_trainable_for_ten_batches_ends_the_run_with_the_reason() -> None:
     world = make_world(lambda number: 0.0, rows=8, epochs=None)
     with pytest.raises(ExceptionGroup) as caught:

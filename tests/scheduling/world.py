@@ -93,6 +93,8 @@ class ScriptedRunner:
     version: Callable[[], int] = lambda: 0
     pause_s: float = 0.0
     """Of each pause; with 0 it is a turn of the event loop."""
+    is_silent: Callable[[int], bool] = lambda number: False
+    """Whether it samples no token."""
     started: int = 0
     live: int = 0
     most_live: int = 0
@@ -119,7 +121,9 @@ class ScriptedRunner:
             fate = self.fate(number)
             if isinstance(fate, str) and fate != UNSCORED:
                 raise FAILURES[fate]("scripted")
-            rollout = make_rollout(task, group_id, rollout_id, reward=0.0, versions=versions)
+            if self.is_silent(number):
+                versions = []
+            rollout = make_rollout(task, group_id, rollout_id, reward=0.0, tokens=0, versions=versions)
             rollout.reward = None if isinstance(fate, str) else Reward(fate)
             return rollout
         finally:

@@ -3,7 +3,7 @@
     start ─► running ─► ended: scored, or its parts released ─► ready ─► taken into a batch, oldest tokens first
                                                                │ ▲  └─► discarded
                                                                ▼ │
-                                                             doubtful: perhaps too old for the next batch
+                                                             doubtful: perhaps nothing of it can be trained on
 
 Each change wakes the loops that wait for it.
 """
@@ -129,7 +129,8 @@ class Outstanding:
         """Of all that is ready, in rollouts of a batch."""
         self.ready_rollouts = 0
         self.doubtful = deque[ReadyGroup]()
-        """Waits to be judged, and is not ready meanwhile: some of its tokens may be too old for the next batch."""
+        """Waits to be judged, and is not ready meanwhile: some of its tokens may be too old for the next batch, or it
+        sampled none."""
         self._oldest_allowed = 0
         self._arrivals = 0
         self.running = 0
@@ -161,8 +162,9 @@ class Outstanding:
         """A part of a group, or all of it, waits for its batch; it counts for `size` rollouts."""
         group.parts += 1
         group.released += size
-        ready = ReadyGroup(part, group, size, min([group.floor, *_versions(part)]))
-        if ready.oldest_version < self._oldest_allowed:
+        versions = list(_versions(part))
+        ready = ReadyGroup(part, group, size, min([group.floor, *versions]))
+        if not versions or ready.oldest_version < self._oldest_allowed:
             self.doubtful.append(ready)
         else:
             self.keep(ready)
