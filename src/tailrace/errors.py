@@ -4,7 +4,7 @@ Each message says what was found, what was expected and what to do about it, and
 
     TailraceError
     ├── SettingsError, DataError, ModelError        end the command with exit code 2
-    │   └── NotAnswering (a SettingsError)          with 1: it may pass
+    │   └── NotAnswering (a SettingsError), HubNotAnswering (a ModelError)      with 1: it may pass
     ├── RolloutError                                costs one rollout, under a reason that is counted
     │   ├── RolloutTimeout, EnvironmentFailed, InvalidReward, BudgetExceeded
     │   │   └── WorkerLost, ProgramFailed, ClientLost (an EnvironmentFailed)
@@ -52,6 +52,10 @@ class DataError(TailraceError):
 
 class ModelError(TailraceError):
     """A model or tokenizer cannot be found, loaded or used. Ends the command with exit code 2."""
+
+
+class HubNotAnswering(ModelError):
+    """No hub answers, and its files are in no cache. Ends the command with exit code 1."""
 
 
 class RolloutError(TailraceError):

@@ -13,7 +13,8 @@ from safetensors import safe_open
 from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from tailrace.errors import ModelError
+from tailrace.errors import HubNotAnswering, ModelError
+from tailrace.lifecycle.exit_codes import ExitCode, exit_code_of
 from tailrace.models import files, loading
 from tailrace.models.export import SMOLLM2_PACKAGE
 from tailrace.models.identity import identify
@@ -234,8 +235,9 @@ def test_a_file_of_gguf_that_was_cut_short_is_refused(tmp_path: Path) -> None:
 
 def test_an_unreachable_hugging_face_id_says_what_works_offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(ModelError, match="fetch-smollm2"):
+    with pytest.raises(ModelError, match="fetch-smollm2") as refused:
         loading.load_causal_lm("tailrace-tests/no-such-model", dtype="float32")
+    assert exit_code_of(refused.value) is ExitCode.BAD_SETTINGS  # nothing was asked of a hub: nothing will change
 
 
 def test_a_hub_that_cannot_be_reached_is_asked_for_one_file_alone(
@@ -247,9 +249,10 @@ def test_a_hub_that_cannot_be_reached_is_asked_for_one_file_alone(
     files_of_nobody = "http://127.0.0.1:1/{repo_id}/resolve/{revision}/{filename}"
     monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", files_of_nobody)
     monkeypatch.setattr("time.sleep", pauses.append)
-    with pytest.raises(ModelError, match="HF_HUB_OFFLINE=1"):
+    with pytest.raises(HubNotAnswering, match="HF_HUB_OFFLINE=1") as refused:
         loading.tokenizer_folder("tailrace-tests/no-such-model", tmp_path)
     assert sum(pauses) == 23
+    assert exit_code_of(refused.value) is ExitCode.FAILED  # a scheduler of jobs may try again
 
 
 def test_a_gguf_file_without_the_extra_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

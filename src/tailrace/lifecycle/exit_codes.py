@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import enum
 
-from tailrace.errors import DataError, ModelError, NotAnswering, SettingsError
+from tailrace.errors import DataError, HubNotAnswering, ModelError, NotAnswering, SettingsError
 
 _OF_BAD_SETTINGS = (SettingsError, DataError, ModelError)
+_MAY_PASS = (NotAnswering, HubNotAnswering)
 
 
 class ExitCode(enum.IntEnum):
@@ -33,7 +34,7 @@ def exit_code_of(error: Exception) -> ExitCode:
     >>> exit_code_of(NotAnswering("no Redis answers"))
     <ExitCode.FAILED: 1>
     """
-    is_wrong = isinstance(error, _OF_BAD_SETTINGS) and not isinstance(error, NotAnswering)
+    is_wrong = isinstance(error, _OF_BAD_SETTINGS) and not isinstance(error, _MAY_PASS)
     return ExitCode.BAD_SETTINGS if is_wrong else ExitCode.FAILED
 
 

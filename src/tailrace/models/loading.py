@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
-from tailrace.errors import ModelError
+from tailrace.errors import HubNotAnswering, ModelError
 from tailrace.models.files import (
     holds_tokenizer,
     public_name,
@@ -314,7 +314,7 @@ def load_config(name: str) -> dict[str, Json]:
 
 @contextmanager
 def explained(source: ModelSource) -> Iterator[None]:
-    """Turn what transformers raises into a `ModelError` that says what to do."""
+    """Turn what transformers raises into a `ModelError` that says what to do (`HubNotAnswering` where it may pass)."""
     from safetensors import SafetensorError
 
     try:
@@ -326,4 +326,15 @@ def explained(source: ModelSource) -> Iterator[None]:
             advice = _UNSUPPORTED_ADVICE
         else:
             advice = _BROKEN_ADVICE if source.is_local else _OFFLINE_ADVICE
-        raise ModelError(f"model {source.name!r} cannot be loaded: {found} ({advice})") from error
+        kind = HubNotAnswering if _hub_is_away(error) else ModelError
+        raise kind(f"model {source.name!r} cannot be loaded: {found} ({advice})") from error
+
+
+def _hub_is_away(error: BaseException | None) -> bool:
+    """Whether a file was asked of a hub, which did not answer, and is in no cache."""
+    from huggingface_hub import constants
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    while error is not None and not isinstance(error, LocalEntryNotFoundError):
+        error = error.__cause__
+    return error is not None and not constants.HF_HUB_OFFLINE
