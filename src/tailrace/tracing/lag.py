@@ -150,20 +150,20 @@ class LoopLagMonitor:
             self._last_beat_s = time.monotonic()
             self._lags.append(lag_s)
             self._max_s = max(self._max_s, lag_s)
-            blamed = self._blame()
+            blamed = self._blame(lag_s)
             if lag_s > self._stall_s:
                 self._stalls += 1
                 _logger.warning("the event loop was held for %.1f s%s", lag_s, blamed)
             self._draw(lag_s, blamed)
 
-    def _blame(self) -> str:
-        """Which phase held the loop most since the last heartbeat, for people."""
+    def _blame(self, lag_s: float) -> str:
+        """Which phase held the loop most since the last heartbeat, for people: at most the lag, which began later."""
         if self._phases is None:
             return ""
         before, self._held_ns = self._held_ns, self._phases.held_ns()
         held_s = {name: (held_ns - before.get(name, 0)) / 1e9 for name, held_ns in self._held_ns.items()}
         worst = max(held_s, key=held_s.__getitem__, default=None)
-        return "" if worst is None else f", {held_s[worst]:.1f} s of it in phase {worst!r}"
+        return "" if worst is None else f", {min(held_s[worst], lag_s):.1f} s of it in phase {worst!r}"
 
     def _draw(self, lag_s: float, blamed: str) -> None:
         """In the trace: a curve of the lag, and a span for each stall."""
