@@ -1,13 +1,32 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tailrace.batching import SampledGroup
-from tailrace.records import BatchSummary, Group, Outcome, Rollout, RolloutId
+from tailrace.records import (
+    BatchSummary,
+    GenerationRequest,
+    Group,
+    Outcome,
+    RequestId,
+    Rollout,
+    RolloutId,
+    SamplingParams,
+    SessionId,
+)
+from tailrace.replay.capture import CaptureWriter
+from tailrace.reporting.observer import RunObserver
 from tailrace.reporting.recording import RunRecorder
+from tailrace.reporting.sinks import JsonlSink, RolloutWriter
+from tailrace.reporting.tokens import TokenWriter
 from tailrace.reporting.totals import RunTotals
+from tailrace.reporting.trackers.hub import Trackers
+from tailrace.run.callbacks import Callbacks
+from tailrace.tracing.background import BackgroundWriter
 from tests.reporting.example_run import a_rollout
 
 
@@ -88,13 +107,46 @@ def test_tokens_that_are_not_trained_on_are_counted_by_reason_and_environment() 
         (filtered, Outcome.filtered("stale")),
         (failed, Outcome.failed("timeout")),
     ):
-        recorder.tokens_dropped(rollout, outcome)
+        recorder.tokens_dropped(rollout, rollout.num_completion_tokens, outcome)
     dropped = {name: value for name, value in recorder.flush().items() if "dropped_tokens" in name}
     assert dropped == {
         f"{whose}/dropped_tokens/{reason}": rollout.num_completion_tokens
         for whose in ("rollout", f"environment/{trained.task.environment}")
         for reason, rollout in (("stale", filtered), ("timeout", failed))
     }
+
+
+def an_observer(folder: Path, writer: BackgroundWriter) -> RunObserver:
+    return RunObserver(
+        metrics=JsonlSink(folder / "metrics.jsonl", writer),
+        rollouts=RolloutWriter(folder / "rollouts", writer),
+        tokens=TokenWriter(folder / "tokens", writer, str, every_steps=0, max_bytes=0),
+        capture=CaptureWriter(folder / "capture", writer, steps=0, max_bytes=0, settings_json="{}"),
+        listener=Callbacks(),
+        trackers=Trackers(),
+        submit=writer.submit,
+        release_payloads=lambda _: None,
+    )
+
+
+async def test_tokens_of_a_completion_that_was_cut_are_dropped_for_its_rollouts_reason(tmp_path: Path) -> None:
+    writer = BackgroundWriter()
+    observer = an_observer(tmp_path, writer)
+    for place, outcome in enumerate((Outcome.failed("timeout"), Outcome.cancelled("straggler"))):
+        lost = replace(a_rollout(1, place, 0.0, []).rollout, branches=[], reward=None)  # in its first turn
+        session, prompt = SessionId(f"session {place}"), np.array([1, 2], np.int32)
+        request = GenerationRequest(
+            *(RequestId(f"request {place}"), session, lost.group_id, prompt, SamplingParams()), owner=lost.rollout_id
+        )
+        observer.request_cancelled(request, 8_000 + place)
+        observer.rollout_lost(lost)
+        observer.rollout_ended(lost.rollout_id, None, outcome, "it took too long")
+    observer.write_rest(0)
+    assert writer.close()
+    for whose in ("rollout", "environment/alphabet-sort"):
+        assert observer.totals.sum(f"{whose}/dropped_tokens/timeout") == 8_000
+        assert observer.totals.sum(f"{whose}/dropped_tokens/straggler") == 8_001
+    assert observer.totals.sum("bias/wasted_tokens") == 16_001
 
 
 def test_a_stopped_rollout_wastes_its_finished_turns_and_what_it_had_of_the_next_one() -> None:

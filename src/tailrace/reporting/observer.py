@@ -128,8 +128,8 @@ class RunObserver(SchedulerObserver):
         self._generated_tokens = 0
         """Since the last step."""
         self._advantages: dict[RolloutId, float | Float32Array] = {}
-        self._lost: dict[RolloutId, Rollout] = {}
-        """Rollouts that never finished and are not terminal yet."""
+        self._lost: dict[RolloutId, tuple[Rollout, int]] = {}
+        """Rollouts that never finished and are not terminal yet, with the tokens that were sampled for each."""
         self._reported: set[tuple[str, str]] = set()
         """(environment, reason) of failures whose first one is in the log."""
         self._entries: list[RolloutEntry] = []
@@ -184,16 +184,19 @@ class RunObserver(SchedulerObserver):
 
         Comes after `request_cancelled` for the completion that it was waiting for.
         """
-        self._generated_tokens += self._recorder.bias.losing(rollout)
-        self._lost[rollout.rollout_id] = rollout
+        tokens = self._recorder.bias.losing(rollout)
+        self._generated_tokens += tokens
+        self._lost[rollout.rollout_id] = rollout, tokens
 
     @override
     def rollout_ended(self, rollout_id: RolloutId, rollout: Rollout | None, outcome: Outcome, message: str) -> None:
         self._release(rollout_id)
         self._recorder.rollout_ended(rollout_id, rollout, outcome)
-        known = rollout or self._lost.pop(rollout_id, None)
+        known, tokens = self._lost.pop(rollout_id, (None, 0))
+        if rollout is not None:
+            known, tokens = rollout, rollout.num_completion_tokens
         if known is not None:
-            self._recorder.tokens_dropped(known, outcome)
+            self._recorder.tokens_dropped(known, tokens, outcome)
         has_failed = outcome.state is TerminalState.FAILED
         if has_failed:
             self._tell_failure(known, outcome.reason, message)

@@ -158,12 +158,12 @@ class RunRecorder(MetricsAccumulator):
         if rollout.reward is not None and outcome.state in _REWARDED:
             self._add_reward(rollout.task.environment, rollout.reward, trained=trained)
 
-    def tokens_dropped(self, rollout: Rollout, outcome: Outcome) -> None:
-        """A rollout that sampled something is terminal."""
+    def tokens_dropped(self, rollout: Rollout, tokens: int, outcome: Outcome) -> None:
+        """A rollout is terminal for which so many tokens were sampled, those of a completion that was cut included."""
         if outcome.state is TerminalState.TRAINED:
             return
         for whose in ("rollout", f"environment/{rollout.task.environment}"):
-            self.add(f"{whose}/dropped_tokens/{outcome.reason}", rollout.num_completion_tokens)
+            self.add(f"{whose}/dropped_tokens/{outcome.reason}", tokens)
 
     def _add_reward(self, environment: str, reward: Reward, *, trained: bool) -> None:
         for name in ("reward/mean", "reward/std", "reward/min", "reward/max"):
