@@ -358,6 +358,24 @@ def test_a_dash_in_a_name_of_the_users_own_stays(tmp_path: Path) -> None:
     assert (chosen.group_size, chosen.args) == (4, {"max_value": 9, "kept": {"as-it-is": 1}})
 
 
+def test_a_program_gives_names_of_the_users_own_as_they_are(write) -> None:  # type: ignore[no-untyped-def]
+    text = MINIMAL.replace(
+        'name = "alphabet-sort"',
+        'name = "alphabet-sort"\nargs = { weights = { a = 1 }, kept = 2 }\nrewards.exact.function = "own:exact"',
+    )
+    weights, rewards = {"v1.5": 0.3}, {"exact": {"weight": 0.5}, "v1.5": {}}
+    vllm = {"hf_overrides": {"rope.theta": 1.0}, "compilation_config": {}}
+    changes = {"args": {"weights": weights, "extra": {}}, "rewards": rewards}
+    settings, _ = load_from_python(write(text), {"environment": changes, "generator.vllm": vllm})
+    (environment,) = settings.environments
+    assert environment.args == {"weights": weights, "kept": 2, "extra": {}}
+    assert {name: (reward.function, reward.weight) for name, reward in environment.rewards.items()} == {
+        "exact": ("own:exact", 0.5),
+        "v1.5": (None, None),
+    }
+    assert settings.generator.vllm == vllm
+
+
 def test_overrides_win_over_the_file() -> None:
     settings = load_settings(
         "quickstart",

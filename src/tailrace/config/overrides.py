@@ -60,14 +60,26 @@ def _key(name: str) -> tuple[str, ...]:
 def flattened(changes: Mapping[str, Any], prefix: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]:
     """The same form of what a program gives: dotted names, or tables in tables.
 
+    Names of users' own may have dots; what is below them is a value, as on the command line.
+
     >>> flattened({"max_steps": 3, "trainer.threads": 2, "model": {"name": "m"}})
     {('max_steps',): 3, ('trainer', 'threads'): 2, ('model', 'name'): 'm'}
+    >>> flattened({"environment": {"args": {"weights": {"v1.5": 0.3}, "extra": {}}}})
+    {('environment', 'args', 'weights'): {'v1.5': 0.3}, ('environment', 'args', 'extra'): {}}
     """
     found: dict[tuple[str, ...], Any] = {}
+    are_own = not _OWN_NAMES.keys().isdisjoint(prefix)
     for name, value in changes.items():
-        key = (*prefix, *name.split("."))
-        found |= flattened(value, key) if isinstance(value, Mapping) else {_named(key, value): value}
+        key = (*prefix, name) if are_own else (*prefix, *name.split("."))
+        found |= flattened(value, key) if _is_section(key, value) else {_named(key, value): value}
     return found
+
+
+def _is_section(key: tuple[str, ...], value: Any) -> bool:
+    """Whether it is laid over a section by its entries. A table in users' arguments is not, nor a reward without any:
+    that is a function as it is."""
+    own = _OWN_NAMES.keys() & key[:-1]
+    return isinstance(value, Mapping) and (not own or (own == {"rewards"} and bool(value)))
 
 
 def _named(key: tuple[str, ...], value: Any) -> tuple[str, ...]:
