@@ -29,6 +29,34 @@ def test_a_stretch_has_its_lanes_swaps_and_rollouts(run: RunData) -> None:
     assert schedule.num_rollouts == len(schedule.rollouts) > 12
 
 
+def test_a_replica_is_behind_by_the_versions_that_were_published(tmp_path: Path) -> None:
+    made = MadeRun(folder=tmp_path / "run", steps=6)
+    made.write_steps(6)
+    made.write_trace(joined=False)
+    trainer = made.folder / "trace" / "trainer.events"
+    for step in (5, 6):  # of a trainer that was started again
+        _append_span(trainer, "train", 110.0 + step, f'"step":{step}')
+        _append_span(trainer, "publish", 110.5 + step, f'"version":{step}')
+    _append_span(trainer, "train", 118.0, '"step":7')  # a step that was skipped
+    assert _lags(made) == {"generator": (1, 0)}
+
+
+def test_where_generation_has_no_process_of_its_own_the_weights_of_any_replica_count(tmp_path: Path) -> None:
+    made = MadeRun(folder=tmp_path / "run", steps=6)
+    made.write_steps(6)
+    made.write_trace(joined=False)
+    (made.folder / "trace" / "generator.events").unlink()
+    assert _lags(made) == {"orchestrator": (1, 0)}
+
+
+def _lags(made: MadeRun) -> dict[str, tuple[int, int]]:
+    """By how many versions each lane of requests is behind, at most and at last."""
+    schedule = RunData(made.folder).schedule(None, None)
+    assert schedule is not None
+    lanes = {lane.name: [behind for _, behind in lane.lag] for lane in schedule.lanes if lane.kind == "replica"}
+    return {name: (max(behind), behind[-1]) for name, behind in lanes.items()}
+
+
 def test_a_rollout_knows_its_parts_its_step_and_how_old_its_tokens_were(run: RunData) -> None:
     schedule = run.schedule(0.0, 4.0)
     assert schedule is not None

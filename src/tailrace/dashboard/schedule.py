@@ -200,6 +200,7 @@ def _requests(trace: TraceSpans) -> Spans:
 
 def _replica_lanes(trace: TraceSpans, start: float, stop: float, zero: float) -> list[Lane]:
     requests = _requests(trace)
+    are_of_replicas = len(trace.named("request")) > 0
     edges = np.linspace(start, stop, _BUCKETS + 1)
     lanes = []
     for process in np.unique(trace.processes[requests]).tolist():
@@ -210,7 +211,7 @@ def _replica_lanes(trace: TraceSpans, start: float, stop: float, zero: float) ->
                 name=name,
                 kind="replica",
                 busy=_in_flight(trace, own, edges),
-                lag=_lag(trace, name, start, stop, zero),
+                lag=_lag(trace, name if are_of_replicas else None, start, stop, zero),
             )
         )
     return lanes
@@ -234,20 +235,26 @@ def _swaps(trace: TraceSpans, zero: float) -> list[Swap]:
     return sorted(found, key=lambda swap: swap.at_s)
 
 
-def _lag(trace: TraceSpans, replica: str, start: float, stop: float, zero: float) -> list[tuple[float, int]]:
-    """When, within the stretch, a replica's weights fell how far behind the trainer's."""
-    trained = trace.named("train")
-    changes = [(float(ended) - zero, 0, 1) for _, _, ended in trace.each(trained)]
-    swaps = [swap for swap in _swaps(trace, zero) if swap.replica in ("", replica)]
-    changes += [(swap.at_s, 1, swap.version) for swap in swaps]
+def _lag(trace: TraceSpans, replica: str | None, start: float, stop: float, zero: float) -> list[tuple[float, int]]:
+    """When, within the stretch, a replica's weights fell how far behind the trainer's; None: those of any replica.
+
+    A trainer that is started again publishes versions a second time.
+    """
+    published = trace.named("publish")
+    versions = trace.numbers[published].tolist()
+    changes = [
+        (began - zero, False, version) for (_, began, _), version in zip(trace.each(published), versions, strict=True)
+    ]
+    swaps = [swap for swap in _swaps(trace, zero) if replica is None or swap.replica in ("", replica)]
+    changes += [(swap.at_s, True, swap.version) for swap in swaps]
     found: list[tuple[float, int]] = []
-    first = min((int(number) for number in trace.numbers[trained].tolist()), default=1)
-    newest, installed, before = first - 1, first - 1, 0
-    for at_s, is_swap, value in sorted(changes):
+    newest = installed = min(versions, default=1) - 1
+    before = 0
+    for at_s, is_swap, version in sorted(changes):
         if is_swap:
-            installed = max(installed, value)
+            installed = max(installed, version)
         else:
-            newest += value
+            newest = max(newest, version)
         lag = max(0, newest - installed)
         if at_s <= start - zero:
             before = lag
