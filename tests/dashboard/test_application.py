@@ -18,7 +18,7 @@ LOCAL = "http://127.0.0.1:8420"
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("made") / "runs"
-    MadeRun(folder=folder / "one", steps=6, settings={"seed": 4}).write_all()
+    MadeRun(folder=folder / "one", steps=6, settings={"seed": 4, "trainer": {"threads": 2}}).write_all()
     (folder.parent / "secret.txt").write_text("secret")
     (folder.parent / "outside").mkdir()
     (folder.parent / "outside" / "config.toml").write_text("name = 'outside'")
@@ -151,7 +151,10 @@ async def test_what_is_wrong_is_seen_over_as_many_steps_whatever_evaluations_lie
 
 async def test_settings_are_compared_with_the_recipe(client: httpx.AsyncClient) -> None:
     page = await get(client, "/api/runs/one/settings")
-    assert page["changes"] == [{"name": "seed", "recipe": "0", "run": "4"}]
+    assert page["changes"] == [
+        {"name": "seed", "recipe": "0", "run": "4"},
+        {"name": "trainer.threads", "recipe": "1", "run": "2"},  # which a resume may have otherwise
+    ]
     assert 'name = "one"' in page["text"]
 
 

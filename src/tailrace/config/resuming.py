@@ -136,13 +136,17 @@ class Difference(NamedTuple):
         return f"{self.name} = {_shown(self.now)} in place of {_shown(self.before)}"
 
 
-def differences(before: RunSettings, now: RunSettings) -> list[Difference]:
-    """What the run would go on with that it did not have before, by name."""
+def differences(before: RunSettings, now: RunSettings, *, of_places: bool = False) -> list[Difference]:
+    """What the run would go on with that it did not have before, by name.
+
+    With `of_places` also what a resume may have otherwise.
+    """
+    left_out = OF_ONE_START if of_places else OF_ONE_START | _OF_ONE_PLACE
     were, are = (dict(_leaves(settings.model_dump(mode="json"))) for settings in (before, now))
     return [
         Difference(name, were.get(name), are.get(name))
         for name in [*were, *(name for name in are if name not in were)]
-        if were.get(name) != are.get(name) and name not in OF_ONE_START | _OF_ONE_PLACE
+        if were.get(name) != are.get(name) and name not in left_out
     ]
 
 

@@ -114,7 +114,8 @@ def changes_from_recipe(folder: Path, _stamp: object) -> tuple[Change, ...] | No
                 RunSettings.model_validate(_without_start(tomllib.loads(settings.text_of_file)))
                 for settings in (recipe, run)
             )
-            return tuple(Change(one.name, _shown(one.before), _shown(one.now)) for one in differences(before, now))
+            changed = differences(before, now, of_places=True)
+            return tuple(Change(one.name, _shown(one.before), _shown(one.now)) for one in changed)
     except SettingsError:
         return tuple(
             Change(name, _shown(value), _shown(run.flat[name]))
