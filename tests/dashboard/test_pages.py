@@ -237,6 +237,25 @@ def test_tokens_by_what_is_known_of_them_and_branches_beside_each_other(site: tu
     page.page.get_by_text("not found", exact=True).wait_for()
 
 
+def test_only_what_was_trained_has_a_staleness(site: tuple[str, Path], page: Watched) -> None:
+    for step, rollout, is_trained in (
+        ("step=3", "sort/train/300#3.1.0", True),
+        ("step=3", "sort/train/302#3.0.0", False),  # its group's rewards are all equal
+        ("kind=evaluation&step=8", "sort/held-out/0#8.0.0", False),
+    ):
+        page.open(f"{site[0]}#/run/a/rollout?{step}&id={quote(rollout, safe='')}")
+        assert "policy version" in page.page.locator("dl.facts").inner_text()
+        assert ("staleness" in page.page.locator("dl.facts").inner_text()) == is_trained
+        if step == "step=3":
+            page.page.get_by_role("link", name="Tokens").click()
+            page.see("tokens")
+            page.page.locator(".viewport").focus()
+            page.page.keyboard.press("End")
+            told = page.page.get_by_label("The token").inner_text()
+            assert re.search(r"policy version\s+1", told)
+            assert ("1 behind when trained" in told) == is_trained
+
+
 def test_a_text_is_found_wherever_in_tokens_it_begins_and_ends(site: tuple[str, Path], page: Watched) -> None:
     page.open(site[0])
     ask = """([text, after]) => import('./token_canvas.js').then(({ Tokens }) => {

@@ -67,6 +67,8 @@ def test_a_rollout_knows_its_parts_its_step_and_how_old_its_tokens_were(run: Run
     assert rollout.queued_s == pytest.approx(0.05, abs=1e-3)
     assert rollout.trained_s is not None
     assert rollout.trained_s > rollout.ended_s
+    filtered = next(one for one in schedule.rollouts if one.rollout_id == "sort/train/202#2.0.0")
+    assert (filtered.outcome, filtered.staleness) == ("filtered", None)
 
 
 def test_a_waterfall_names_what_everybody_waited_for(run: RunData) -> None:

@@ -34,6 +34,7 @@ from tailrace.records import (
     TrainerStarted,
 )
 from tailrace.records.branch import Branch
+from tailrace.reporting.evaluation_figures import EVALUATED
 from tailrace.reporting.rollout_records import RolloutEntry, encode_line, rollout_record
 from tailrace.reporting.sinks import evaluation_path, rollouts_path
 from tailrace.reporting.summary import RunSummary, write_summary
@@ -165,7 +166,9 @@ class MadeRun:
                 rollout = self._rollout(step, group, member, held_out=held_out)
                 failed = is_last and member == self.group_size - 1 and not held_out
                 outcome = (
-                    Outcome.failed("timeout")
+                    EVALUATED
+                    if held_out
+                    else Outcome.failed("timeout")
                     if failed
                     else Outcome.filtered("zero_spread")
                     if is_last

@@ -297,7 +297,8 @@ def _rollout_lanes(
             & (trace.ended_s[parts] <= ended)
         )
         row = rows.get(trace.texts.get(place, ""))
-        is_trained = row is not None and row.outcome.state == "trained"
+        trained = row if row is not None and row.outcome.state == "trained" else None
+        versions = None if trained is None else trained.versions
         lanes.append(
             RolloutLane(
                 rollout_id=trace.texts.get(place, ""),
@@ -306,9 +307,9 @@ def _rollout_lanes(
                 parts=_spans(trace, parts[own], zero),
                 queued_s=0.0 if row is None or not row.started_s else max(0.0, began - row.started_s),
                 step=-1 if row is None else row.step,
-                trained_s=step_began.get(row.step) if row is not None and is_trained else None,
+                trained_s=None if trained is None else step_began.get(trained.step),
                 reward=None if row is None else row.reward,
-                staleness=None if row is None or row.versions is None else row.step - 1 - row.versions.mean,
+                staleness=None if trained is None or versions is None else trained.step - 1 - versions.mean,
                 outcome="" if row is None else str(row.outcome.state),
             )
         )

@@ -23,7 +23,7 @@ export function factsOf(record) {
     ["tokens", record.tokens ? `${compact(record.completion_tokens)} sampled of ${compact(record.tokens)}${record.truncated ? ", cut for length" : ""}` : "none recorded"],
     record.branches > 1 && ["branches", String(record.branches)],
     versions && ["policy version", versions],
-    versions && record.step && ["staleness", fixed(record.step - 1 - record.versions.mean, 1)],
+    versions && record.outcome.state === "trained" && ["staleness", fixed(record.step - 1 - record.versions.mean, 1)],
     isNumber(record.mean_logprob) && ["mean log-prob", fixed(record.mean_logprob)],
     ["took", seconds(record.duration_s)],
     record.attempt > 0 && ["attempt", String(record.attempt + 1)],

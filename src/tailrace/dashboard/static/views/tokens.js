@@ -123,7 +123,7 @@ export function drawDetail(target, tokens, at, page) {
   const logprob = value("logprobs"), trained = value("trainer_logprobs"), version = value("versions"), size = value("support_sizes");
   const rows = [
     ["position", compact(at)], isNumber(value("token_ids")) && ["id", String(value("token_ids"))], ["from", ORIGINS[value("origins")] ?? NOTHING],
-    version >= 0 && ["policy version", `${version}${page.step > 0 ? ` (${page.step - 1 - version} behind when trained)` : ""}`],
+    version >= 0 && ["policy version", `${version}${page.outcome === "trained" ? ` (${page.step - 1 - version} behind when trained)` : ""}`],
     isNumber(logprob) && ["generator", `${fixed(logprob, 4)} (${(100 * Math.exp(logprob)).toPrecision(3)} %)`],
     isNumber(trained) && ["trainer", `${fixed(trained, 4)} (${(100 * Math.exp(trained)).toPrecision(3)} %)`],
     isNumber(value("ratios")) && ["ratio", fixed(value("ratios"), 4)], isNumber(value("entropies")) && ["entropy", fixed(value("entropies"), 4)],
