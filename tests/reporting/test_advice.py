@@ -18,7 +18,9 @@ SOUND = {
     "rollout/completion_tokens": 100.0,
     "rollout/truncated_share": 0.0,
     "rollout/failed_share": 0.0,
-    "bias/masked_share": 0.0,
+    "batch/tokens": 1000.0,
+    "batch/masked_tokens": 0.0,
+    "bias/masked_share": 0.2,  # of the whole run, whatever its newest steps are like
     "scheduler/trainer_wait_s": 0.1,
     "scheduler/buffer_wait_s": 0.1,
     "lag/max_s": 0.4,  # a core that others have is none of the run's faults
@@ -46,7 +48,7 @@ SICK = {
     "failing_environment": {"rollout/failed_share": 0.4, "environment/sort/failed/timeout": 9.0},
     "length_drift": {"rollout/completion_tokens": 400.0},
     "truncated": {"rollout/truncated_share": 0.5},
-    "masked": {"bias/masked_share": 0.2},
+    "masked": {"batch/masked_tokens": 200.0},
     "starved_trainer": {"scheduler/trainer_wait_s": 1.8},
     "idle_engines": {"scheduler/buffer_wait_s": 1.8},
     "lag": {"lag/held_max_s": 0.4, "phase/score/lag_max_s": 0.39},

@@ -164,7 +164,12 @@ def truncated(lines: Sequence[Line]) -> Advice | None:
 
 def masked(lines: Sequence[Line]) -> Advice | None:
     """Tokens are too old to bear loss."""
-    masked_share = _typical(lines, "bias/masked_share")
+    shares = [
+        {"share": line["batch/masked_tokens"] / line["batch/tokens"]}
+        for line in lines[-WINDOW:]
+        if line.get("batch/tokens") and "batch/masked_tokens" in line
+    ]
+    masked_share = _typical(shares, "share")
     if masked_share is None or masked_share < 0.05:
         return None
     return Advice(
@@ -172,7 +177,7 @@ def masked(lines: Sequence[Line]) -> Advice | None:
         severity="hint",
         seen=f"{share(masked_share)} of trained tokens were too old and bear no loss: long rollouts outlive the bound",
         change="a higher scheduling.max_staleness, or scheduling.group_release early",
-        metrics=("bias/masked_share", "staleness/max"),
+        metrics=("batch/masked_tokens", "staleness/max"),
     )
 
 
