@@ -130,7 +130,7 @@ _ROWS = (
     ("bias/trained_tokens", "tokens", _SUM, "Sampled tokens of the trained ones."),
     ("bias/loss_tokens", "tokens", _SUM, "Tokens of the trained ones that bore loss."),
     ("bias/masked_share", "1", _LAST, "Stale tokens over all tokens in trained batches so far."),
-    ("generation/tokens_per_s", "tokens/s", _LAST, "Tokens sampled per second since the last step."),
+    ("generation/tokens_per_s", "tokens/s", _LAST, "`rollout/generated_tokens` per second since the last step."),
     ("generation/queue_s", "s", _MEAN, "Time from a request's arrival to its first forward pass."),
     ("generation/time_to_first_token_s", "s", _MEAN, "Time from a request's arrival to its first token."),
     ("generation/decode_s", "s", _MEAN, "Time from a completion's first token to its last."),

@@ -126,7 +126,7 @@ class RunObserver(SchedulerObserver):
         self._clock = asyncio.get_running_loop().time
         self._started_s = self._last_step_s = self._clock()
         self._generated_tokens = 0
-        """Since the last step."""
+        """Of rollouts that ended since the last step."""
         self._advantages: dict[RolloutId, float | Float32Array] = {}
         self._lost: dict[RolloutId, tuple[Rollout, int]] = {}
         """Rollouts that never finished and are not terminal yet, with the tokens that were sampled for each."""

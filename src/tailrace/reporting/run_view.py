@@ -76,7 +76,7 @@ class RunView:
     max_staleness: int | None = None
 
     generation_tokens_per_s: Curve = field(default_factory=Curve)
-    """Of each step so far; the newest is now."""
+    """Of the rollouts that ended in each step so far."""
     training_tokens_per_s: Curve = field(default_factory=Curve)
 
     in_flight: int = 0
