@@ -60,6 +60,14 @@ def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
     assert _plugin(found, "_hparams_/session_start_info") == "hparams"
 
 
+def test_tensorboard_is_told_the_settings_where_a_resume_asks_for_it_first(tmp_path: Path) -> None:
+    for _ in range(2):
+        tell(tmp_path, "tensorboard", is_resumed=True)
+    found = _tensorboard(tmp_path)
+    assert "trainer.learning_rate = 0.0001" in _text(found, "settings", 0)
+    assert _plugin(found, "_hparams_/session_start_info") == "hparams"
+
+
 def test_tensorboard_shows_the_newest_start_of_steps_told_twice(tmp_path: Path) -> None:
     tell(tmp_path, "tensorboard")
     tell(tmp_path, "tensorboard", is_resumed=True)

@@ -30,10 +30,11 @@ class TensorboardTracker(Tracker):
     """A start of the run is an event file; readers take those of a folder together."""
 
     def __init__(self, run: TrackedRun) -> None:
+        is_first = not any(run.folder.iterdir())  # also of a run that asked for no TensorBoard before it was resumed
         self._writer = EventFileWriter(str(run.folder), flush_secs=_FLUSH_S)
         self._declared: set[str] = set()
         self._is_resumed = run.is_resumed
-        if not run.is_resumed:
+        if is_first:
             settings = "\n".join(f"    {name} = {value!r}" for name, value in flattened(run.settings))
             self._add(text_pb("settings", settings), 0)
             self._add(hparams.hparams_pb({name: _plain(value) for name, value in flattened(run.settings)}), 0)
