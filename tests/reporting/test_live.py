@@ -280,6 +280,19 @@ def test_each_process_logs_to_its_own_file_and_the_live_view_keeps_the_last_line
     assert "noise" not in written
 
 
+def test_the_log_level_is_of_the_file_alone(tmp_path: Path) -> None:
+    recent = setup_logging("orchestrator", tmp_path, Terminal.LIVE, level="error")
+    logger = logging.getLogger("tailrace.run")
+    logger.debug("a detail")
+    logger.info("step 1")
+    logger.error("step 2 failed")
+    logging.shutdown()
+    assert recent is not None
+    assert [line.split("  ")[1] for line in recent.lines] == ["step 1", "step 2 failed"]
+    written = (tmp_path / "orchestrator.log").read_text()
+    assert [line.split(": ")[1] for line in written.splitlines()] == ["step 2 failed"]
+
+
 def test_a_log_file_is_bounded_and_what_its_process_prints_goes_on_into_it(tmp_path: Path) -> None:
     log = tmp_path / "trainer.log"
     with log.open("ab", buffering=0) as printed:

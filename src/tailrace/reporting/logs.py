@@ -100,14 +100,15 @@ def setup_logging(
 ) -> RecentLines | None:
     """Send this process's log to `folder/<role>.log`, and to the terminal as asked.
 
-    Tailrace's own messages from `level` on, other packages' from warnings on; Python warnings are logged too. Called
-    again, it replaces what an earlier call set up. Returns the lines for the live view with `Terminal.LIVE`, else None.
-    Raises `OSError` when the folder cannot be written.
+    The file keeps messages from `level` on, the terminal those from info on; other packages' are logged from warnings
+    on, Python warnings too. Called again, it replaces what an earlier call set up. Returns the lines for the live view
+    with `Terminal.LIVE`, else None. Raises `OSError` when the folder cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     file = LogFile(folder / f"{role}.log", f"the log of {role}", max_bytes=max_bytes, is_shared=True)
     file.open()
     to_file = _FileHandler(file)
+    to_file.setLevel(level.upper())
     to_file.setFormatter(logging.Formatter(_FILE_FORMAT, "%Y-%m-%d %H:%M:%S"))
     handlers: list[logging.Handler] = [to_file]
     recent = RecentLines() if terminal is Terminal.LIVE else None
@@ -118,6 +119,6 @@ def setup_logging(
         shown.setFormatter(logging.Formatter(_LINE_FORMAT, "%H:%M:%S"))
         handlers.append(shown)
     logging.basicConfig(handlers=handlers, level=logging.WARNING, force=True)
-    logging.getLogger(_OURS).setLevel(level.upper())
+    logging.getLogger(_OURS).setLevel(min(to_file.level, logging.INFO))
     logging.captureWarnings(True)
     return recent
