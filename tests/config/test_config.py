@@ -679,6 +679,7 @@ def test_the_plan_says_every_budget_in_plain_words() -> None:
     ("overrides", "sentence"),
     [
         (["--schedule", "sync"], "Synchronous: generation and training take turns"),
+        (["--trainer.ranks", "2"], "one that is silent for 300 s ends all of them."),  # which are started again
         (["--schedule", "one-step-off"], "At most 128 rollouts are admitted and not yet trained ((1 + 1) x 64)."),
         (["--scheduling.on_stale", "restart"], "is started again, at most 1 times, then masked."),
         (["--scheduling.over_sampling", "1.5"], "Each step starts 96 rollouts; the first 64 of finished groups"),

@@ -137,7 +137,7 @@ def _ranks(settings: RunSettings) -> list[str]:
         rows = f"a slice of each row that {together} of them compute together"
     return [
         f"The trainer is {trainer.ranks} processes: each holds 1/{trainer.ranks} of weights, gradients and optimizer, "
-        f"and takes {rows}; one that is silent for {trainer.collective_timeout_s:g} s ends the run."
+        f"and takes {rows}; one that is silent for {trainer.collective_timeout_s:g} s ends all of them."
     ]
 
 

@@ -94,8 +94,8 @@ class TrainerSettings(BaseModel):
     collective_timeout_s: float = Field(
         default=300.0,
         gt=0,
-        description="Seconds within which every rank must take part in an exchange; past it the run ends, and names the"
-        " rank.",
+        description="Seconds within which every rank must take part in an exchange; past it all ranks end, the silent"
+        " one is named, and the trainer is started again (restarts.per_role).",
     )
     threads: int = Field(default=1, ge=1, le=1024, description="CPU threads of each rank's compute.")
     peak_flops: float | None = Field(
