@@ -187,6 +187,17 @@ def test_runs_are_sorted_filtered_and_chosen(site: tuple[str, Path], page: Watch
     page.until("document.querySelector('.legend').textContent.includes('and 1 more seeds')")
 
 
+def test_a_click_on_the_tab_one_is_in_shows_it_as_it_was_before_anything_was_chosen(
+    site: tuple[str, Path], page: Watched
+) -> None:
+    page.open(f"{site[0]}#/run/a/curves")
+    page.page.get_by_label("Axis").select_option("wall")
+    page.until("location.hash.endsWith('?x=wall')")
+    page.page.locator("nav").get_by_text("Curves").click()
+    page.until("location.hash.endsWith('/curves') && document.querySelector('[aria-label=Axis]')?.value === 'step'")
+    page.see("curves")
+
+
 def test_keys_lead_everywhere(site: tuple[str, Path], page: Watched) -> None:
     page.open(f"{site[0]}#/run/a/curves")
     press = page.page.keyboard.press

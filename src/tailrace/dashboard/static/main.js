@@ -20,7 +20,6 @@ const TABS = [["curves", "Curves"], ["groups", "Groups"], ["schedule", "Schedule
 const ABOVE = { group: "groups", rollout: "groups", tokens: "groups" };
 
 let leaving = new AbortController();
-let shown = null;
 
 function header(place) {
   const tab = ABOVE[place.view] ?? place.view;
@@ -41,7 +40,7 @@ function toggleTheme() {
   const dark = root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
   root.dataset.theme = dark ? "light" : "dark";
   localStorage.setItem("tailrace-theme", root.dataset.theme);
-  show(true);
+  show();
 }
 
 function help() {
@@ -52,11 +51,8 @@ function help() {
   dialog.showModal();
 }
 
-async function show(again = false) {
+async function show() {
   const place = here();
-  const key = location.hash;
-  if (key === shown && !again) return;
-  shown = key;
   leaving.abort();
   leaving = new AbortController();
   const alive = leaving.signal;
@@ -108,8 +104,8 @@ document.addEventListener("keydown", (event) => {
 });
 
 addEventListener("hashchange", () => show());
-addEventListener("again", () => show(true));
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => show(true));
+addEventListener("again", () => show());
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => show());
 
 // One run alone: there is nothing to choose from.
 if (!location.hash) {
