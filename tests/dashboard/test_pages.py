@@ -355,6 +355,21 @@ def test_a_metric_that_comes_to_be_is_asked_for_whole(tmp_path: Path, page: Watc
         page.leave()
 
 
+def test_the_tile_of_memory_is_of_the_processes_that_are_there(tmp_path: Path, page: Watched) -> None:
+    run = MadeRun(folder=tmp_path / "run")
+    first, left = '"memory/trainer_rss_bytes":1073741824', '"memory/generator-1_rss_bytes":1073741824'
+    lines = (
+        f'{{"step":1,"policy/version":1,{first},{left}}}',
+        f'{{"step":2,"policy/version":2,{first}}}',
+        '{"step":2,"eval/sort/reward/mean":0.5}',
+    )
+    (run.folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    with dashboard(run.folder) as link:
+        page.open(f"{link}#/run/run/curves")
+        assert page.page.locator(".tile").filter(has_text="Memory").inner_text().split("\n")[1] == "1.0 GiB"
+        page.leave()
+
+
 def test_the_schedule_moves_by_keys(site: tuple[str, Path], page: Watched) -> None:
     page.open(f"{site[0]}#/run/a/schedule?from=2&to=6")
     page.page.locator("canvas").focus()

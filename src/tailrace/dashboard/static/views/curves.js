@@ -63,7 +63,8 @@ function drawTiles(target, store, detail) {
   const { row, summary } = detail;
   const steps = Math.max(row.steps, store.last("policy/version") === null ? 0 : store.last("step") ?? 0);
   const tile = (title, value, about) => value && h("div", { class: "panel tile" }, h("span", {}, title), h("b", {}, value), h("span", {}, about ?? ""));
-  const memory = store.matching("memory/*_rss_bytes").reduce((sum, name) => sum + (store.last(name) ?? 0), 0);
+  const newest = store.values("policy/version").findLastIndex((version) => version !== null);
+  const memory = store.matching("memory/*_rss_bytes").reduce((sum, name) => sum + (store.values(name)[newest] ?? 0), 0);
   const heldOut = store.matching("eval/*/reward/mean").map((name) => fixed(store.last(name)));
   const reward = store.last("reward/mean");
   replace(target, [
