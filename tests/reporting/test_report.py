@@ -10,7 +10,7 @@ from tailrace.errors import DataError
 from tailrace.reporting.metric_docs import metrics_page
 from tailrace.reporting.metrics import metric_spec
 from tailrace.reporting.report import write_report
-from tailrace.reporting.run_folder import choose_rollouts
+from tailrace.reporting.run_folder import choose_rollouts, read_run_folder
 from tailrace.reporting.sinks import read_jsonl
 from tests.reporting.example_run import HOSTILE, write_example_run
 
@@ -160,6 +160,14 @@ def test_best_median_and_worst_come_from_the_newest_steps(run_folder: Path) -> N
     assert rewards[0] >= rewards[1] >= rewards[2]
     assert all(rollout.record.step > 7 for rollout in chosen[:3])
     assert chosen[3].record.step == 1
+
+
+def test_tokens_of_an_evaluation_are_none_of_the_step_that_it_was_due_at(tmp_path: Path) -> None:
+    write_example_run(tmp_path, steps=12)
+    (tmp_path / "tokens").mkdir()
+    for name in ("step_000009.parquet", "evaluation_000011.parquet"):
+        (tmp_path / "tokens" / name).touch()
+    assert {chosen.record.step for chosen in read_run_folder(tmp_path).rollouts} == {1, 9}  # the first: where it began
 
 
 def test_rollouts_are_chosen_of_steps_whose_tokens_are_there(run_folder: Path) -> None:
