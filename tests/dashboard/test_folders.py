@@ -76,6 +76,15 @@ def test_the_newest_evaluation_is_told_however_many_steps_ago_it_was(tmp_path: P
     assert (row.steps, row.held_out) == (59, 0.75)
 
 
+def test_the_first_reward_is_that_of_the_first_step_also_behind_an_evaluation(tmp_path: Path) -> None:
+    run = MadeRun(folder=tmp_path / "run")
+    with (run.folder / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"step":0,"eval/sort/tasks":8,"eval/sort/reward/mean":0.25}\n')
+        file.writelines(b'{"step":%d,"reward/mean":0.%d}\n' % (step, step) for step in (2, 3))
+    (row,) = RunTable().rows(find_runs(run.folder))
+    assert (row.reward_first, row.reward) == (0.2, 0.3)
+
+
 def test_settings_that_differ_and_seeds_of_one_family(tmp_path: Path) -> None:
     for name, seed, rate in (("a", 0, 1.0), ("b", 1, 1.0), ("c", 0, 2.0)):
         MadeRun(folder=tmp_path / name, seed=seed, settings={"trainer": {"learning_rate": rate}})

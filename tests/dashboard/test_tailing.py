@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tailrace.dashboard.metric_columns import MetricColumns
-from tailrace.dashboard.tailing import Tail, last_lines
+from tailrace.dashboard.tailing import Tail, first_lines, last_lines
 
 
 @given(st.lists(st.binary(min_size=1, max_size=9).filter(lambda line: b"\n" not in line)), st.integers(1, 7))
@@ -66,6 +66,14 @@ def test_of_many_metrics_only_the_largest_are_asked_for(tmp_path: Path) -> None:
         file.write(b'{"step":2,"phase/a/wall_s":9.0}\n')
     columns.update()
     assert columns.matching(["step", "phase/*/wall_s:2"]) == ["step", "phase/a/wall_s", "phase/b/wall_s"]
+
+
+def test_the_beginning_of_a_file_is_whole_lines(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    path.write_bytes(b"first\nsecond\nthird\ncut")
+    assert first_lines(path, 15) == [b"first", b"second"]
+    assert first_lines(path, 1_000) == [b"first", b"second", b"third"]
+    assert first_lines(tmp_path / "none", 10) == []
 
 
 def test_the_end_of_a_file_is_whole_lines(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import msgspec
 from tailrace.dashboard.metric_columns import decoded, is_number
 from tailrace.dashboard.others import about
 from tailrace.dashboard.settings_view import Settings, read_settings
-from tailrace.dashboard.tailing import first_line, last_lines
+from tailrace.dashboard.tailing import first_lines, last_lines
 from tailrace.errors import DataError
 from tailrace.records import Json
 from tailrace.reporting.run_folder import METRICS_FILE
@@ -167,7 +167,8 @@ def _read_row(name: str, folder: Path, *, alive: bool) -> tuple[RunRow, Settings
     settings = read_settings(folder / "config.toml")
     summary = summary_of(folder)
     lines = [line for line in map(decoded, last_lines(folder / METRICS_FILE, _LINE_BYTES)) if line is not None]
-    first = decoded(first_line(folder / METRICS_FILE, _LINE_BYTES)) or {}
+    begun = (line for line in map(decoded, first_lines(folder / METRICS_FILE, _LINE_BYTES)) if line is not None)
+    first = next((line for line in begun if "reward/mean" in line), {})
     steps = [line for line in lines if "reward/mean" in line or "policy/version" in line]
     newest = steps[-1] if steps else {}
     return (

@@ -85,11 +85,11 @@ def last_lines(path: Path, num_bytes: int) -> list[bytes]:
     return [line for line in lines[1 if start else 0 : -1] if line]
 
 
-def first_line(path: Path, num_bytes: int) -> bytes:
-    """The first line of a file, if it has an end within so many bytes; else nothing."""
+def first_lines(path: Path, num_bytes: int) -> list[bytes]:
+    """Whole lines at the beginning of a file, of at most so many bytes, in order; none without the file."""
     try:
         with path.open("rb") as file:
-            line = file.readline(num_bytes)
+            data = file.read(num_bytes)
     except OSError:
-        return b""
-    return line.rstrip(b"\n") if line.endswith(b"\n") else b""
+        return []
+    return [line for line in data.split(b"\n")[:-1] if line]
