@@ -49,7 +49,7 @@ async def test_made_up_groups_are_as_large_as_asked() -> None:
 
 def test_sizes_are_read_as_people_write_them() -> None:
     assert (parse_bytes("8 GB"), parse_bytes("250mb"), parse_bytes("0")) == (8 * 10**9, 250 * 10**6, 0)
-    for nonsense in ("much", "1TBX", ""):
+    for nonsense in ("much", "1TBX", "", "1.5.2GB", "."):
         with pytest.raises(SettingsError, match="1GB"):
             parse_bytes(nonsense)
     with pytest.raises(SettingsError, match="64x20"):

@@ -27,7 +27,7 @@ from tailrace.tracing.phases import PhaseRecorder
 from tailrace.transport.batches.channels import shared_memory_receiver, shared_memory_sender
 from tailrace.transport.channels import ipc_address
 
-_SIZE = re.compile(r"(?P<number>[\d.]+)\s*(?P<unit>B|KB|MB|GB)?", re.IGNORECASE)
+_SIZE = re.compile(r"(?P<number>\d+(\.\d+)?)\s*(?P<unit>B|KB|MB|GB)?", re.IGNORECASE)
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 _QUEUE = "replay"
 
