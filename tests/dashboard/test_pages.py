@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from tailrace.records import Branch, Completion, FinishReason, Message
+from tailrace.records import Branch, Completion, FinishReason, Message, RunStatus
 from tests.support.browsers import Watched, browser, dashboard, watched
 from tests.support.made_runs import MadeRun, write_export
 
@@ -367,6 +367,17 @@ def test_the_tile_of_memory_is_of_the_processes_that_are_there(tmp_path: Path, p
     with dashboard(run.folder) as link:
         page.open(f"{link}#/run/run/curves")
         assert page.page.locator(".tile").filter(has_text="Memory").inner_text().split("\n")[1] == "1.0 GiB"
+        page.leave()
+
+
+def test_the_end_of_a_run_has_the_colour_of_how_it_ended(tmp_path: Path, page: Watched) -> None:
+    for status in (RunStatus.FINISHED, RunStatus.FAILED, RunStatus.CANCELLED):
+        MadeRun(folder=tmp_path / status).finish(status)
+    with dashboard(tmp_path) as link:
+        for status, colour in (("finished", "good"), ("failed", "bad"), ("cancelled", "warn")):
+            page.open(f"{link}#/run/{status}/events")
+            badge = page.page.locator(".badge", has_text="TrainerEnded")
+            assert badge.get_attribute("class") == f"badge {colour}"
         page.leave()
 
 

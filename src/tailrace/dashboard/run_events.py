@@ -26,6 +26,8 @@ class RunEvent(msgspec.Struct, frozen=True, kw_only=True):
     at: str = ""
     """Local time of the run's machine, where it is known."""
     role: str = ""
+    status: str = ""
+    """How training ended, for `TrainerEnded`; how somebody asked that it ends, for `StopRequested`."""
 
 
 class _Event(msgspec.Struct, frozen=True):
@@ -80,7 +82,7 @@ def _as_run_event(event: _Event) -> RunEvent:
         case _:
             text = f"training {event.status} at step {event.step:,}: {event.reason}"
     step = None if event.type == "StopRequested" else event.step
-    return RunEvent(kind=event.type, text=text, step=step, role=event.role)
+    return RunEvent(kind=event.type, text=text, step=step, role=event.role, status=event.status)
 
 
 def _warnings(logs: Path) -> list[RunEvent]:

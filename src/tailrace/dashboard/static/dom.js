@@ -53,7 +53,9 @@ export function isOurs(event) {
 
 const BADGES = { running: "live", finished: "good", failed: "bad", crashed: "bad", cancelled: "warn" };
 
-export const stateBadge = (state) => h("span", { class: `badge ${BADGES[state] ?? ""}` }, state);
+export const stateClass = (state) => BADGES[state] ?? "";
+
+export const stateBadge = (state) => h("span", { class: `badge ${stateClass(state)}` }, state);
 
 let tip = null;
 
