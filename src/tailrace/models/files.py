@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from tailrace.errors import CorruptData, ModelError
@@ -67,15 +67,51 @@ def is_public(name: str) -> bool:
 def own_context(config: Mapping[str, Json]) -> int | None:
     """Tokens that a model was made for, prompt and completion together, where its config.json says so.
 
+    No more than its rotary positions are the same for: see `rotary_limit`.
+
     >>> own_context({"model_type": "gpt2", "n_positions": 1024})
     1024
     """
     text = config.get("text_config")
     for source in (config, text if isinstance(text, dict) else {}):
         for name in _CONTEXTS:
-            if isinstance(value := source.get(name), int) and value > 1:
-                return value
+            if (value := _as_context(source.get(name))) is not None:
+                return min(value, rotary_limit(source) or value)
     return None
+
+
+def rotary_limit(config: Mapping[str, Json]) -> int | None:
+    """Length of a sample beyond which a model rotates every position of it in another way; None: it has no such length.
+
+    LongRoPE and dynamic NTK scaling do so. transformers goes by the longest sample of a call, vLLM by the longest that
+    there may be, so that no two of them agree on what lies beyond.
+
+    >>> scaling = {"type": "longrope", "short_factor": [1.0], "long_factor": [9.0]}
+    >>> rotary_limit(
+    ...     {"max_position_embeddings": 131072, "original_max_position_embeddings": 4096, "rope_scaling": scaling}
+    ... )
+    4096
+    """
+    limits = []
+    for rope in _rotary_embeddings(config):
+        whole, name = config.get("max_position_embeddings"), "original_max_position_embeddings"
+        if rope.get("long_factor"):
+            limits.append(_as_context(config.get(name)) or _as_context(rope.get(name)) or _as_context(whole))
+        elif "dynamic" in str(rope.get("rope_type", rope.get("type"))):
+            limits.append(_as_context(whole))
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def _rotary_embeddings(config: Mapping[str, Json]) -> Iterator[Mapping[str, Json]]:
+    """What a config.json says of them; where kinds of layers have their own, of each."""
+    given = config.get("rope_parameters") or config.get("rope_scaling")
+    if isinstance(given, dict):
+        yield given
+        yield from (own for own in given.values() if isinstance(own, dict))
+
+
+def _as_context(value: Json) -> int | None:
+    return value if isinstance(value, int) and value > 1 else None
 
 
 def holds_tokenizer(folder: Path) -> bool:

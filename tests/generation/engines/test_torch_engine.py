@@ -12,6 +12,8 @@ from transformers import (
     GraniteForCausalLM,
     MambaConfig,
     MambaForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -182,6 +184,20 @@ def test_an_interrupted_completion_continues_as_if_it_never_stopped(model) -> No
 def test_a_model_that_is_more_than_attention_over_keys_and_values_is_refused(build) -> None:
     with pytest.raises(ModelError, match="cannot run on the torch engine"):
         TorchEngine(build())
+
+
+def test_a_context_ends_where_positions_would_be_rotated_in_another_way() -> None:
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+    torch.manual_seed(0)
+    model = Phi3ForCausalLM(
+        Phi3Config(**SHAPE, num_key_value_heads=4, original_max_position_embeddings=48, rope_parameters=rope)
+    ).eval()
+    driver = Driver(make_engine(model))
+    asked = [request("long", prompts(2)[1], max_tokens=200), request("short", [1], max_tokens=30)]
+    for one, done in zip(asked, driver.run(*asked), strict=True):
+        expected = forward_logprobs(model, one.prompt_token_ids.tolist(), done.token_ids)
+        np.testing.assert_allclose(done.logprobs, expected, atol=1e-4)
+    assert driver.done["long"].num_tokens == 48 - len(asked[0].prompt_token_ids)
 
 
 def test_bfloat16_is_no_further_from_float32_than_a_plain_forward_pass_in_bfloat16() -> None:

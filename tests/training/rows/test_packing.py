@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, Phi3Config, PreTrainedModel
 
 from tailrace.errors import ModelError
 from tailrace.records import Batch
@@ -13,9 +13,15 @@ from tailrace.training.model.policy_model import PolicyModel
 from tailrace.training.rows.attention import Segments, packed_attention
 from tailrace.training.rows.micro_batch import MicroBatch
 from tailrace.training.settings.losses import ClippedRatioSettings
-from tests.training.tiny import CONFIGS, build_batch, samples_of, tiny_model
+from tests.training.tiny import CONFIGS, SIZES, build_batch, samples_of, tiny_model
 
 SETTINGS = ClippedRatioSettings()
+LONG_ROPE = Phi3Config(
+    **SIZES, original_max_position_embeddings=32, pad_token_id=None,
+    rope_parameters={
+        "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4,
+    },
+)  # fmt: skip
 
 
 def reference(model: PreTrainedModel, batch: Batch, denominator: float) -> tuple[float, dict[str, torch.Tensor]]:
@@ -77,6 +83,16 @@ def test_plain_architectures_pack_and_special_ones_are_found_out() -> None:
         "gemma2 with soft caps": False,
         "deepseek_v3 with values narrower than keys": True,
     }
+
+
+def test_a_sample_that_others_of_its_row_would_be_rotated_as_is_refused() -> None:
+    model = AutoModelForCausalLM.from_config(LONG_ROPE, attn_implementation="sdpa")
+    policy = PolicyModel(model)
+    assert policy.packs
+    longest, longer = (build_batch(lengths=(count, 9), rows=(2,)).row(0) for count in (32, 33))
+    policy(MicroBatch.of(longest, 0), ClippedRatio(SETTINGS))
+    with pytest.raises(ModelError, match="more than 32 of them, and a sample has 33"):
+        policy(MicroBatch.of(longer, 0), ClippedRatio(SETTINGS))
 
 
 def test_values_narrower_than_keys_are_not_for_the_variable_length_kernel() -> None:

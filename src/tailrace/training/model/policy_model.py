@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from tailrace.errors import ModelError
+from tailrace.models.files import rotary_limit
 from tailrace.models.heads import OutputHead, find_head
 from tailrace.training.losses import Loss
 from tailrace.training.model.acceleration import accelerate
@@ -68,6 +69,7 @@ class PolicyModel(nn.Module):
         self.under_autocast = dtype == "bfloat16"
         self.device: torch.device = next(model.parameters()).device
         """Where it computes."""
+        self._rotary_limit = rotary_limit(model.config.get_text_config().to_dict())
         if self.under_autocast:
             cast_experts_under_autocast(self.model)
         self.packs, self.pads_segments = False, True
@@ -97,15 +99,12 @@ class PolicyModel(nn.Module):
 
     @override
     def forward(self, micro_batch: MicroBatch, loss: Loss) -> LossOutput:
-        """Loss of a micro-batch. Raises `ModelError` for several samples in one, or one cut, when `packs` is False."""
-        name = type(self.model).__name__
-        if micro_batch.cut is not None and not self.packs:
-            raise ModelError(
-                f"trainer.sequence_parallel needs a model whose attention can be taken over, and {name} trains one "
-                "sample at a time: leave it out"
-            )
-        if len(micro_batch.segments.lengths) > 1 and not self.packs:
-            raise ModelError(f"{name} cannot train on packed rows")
+        """Loss of a micro-batch. Raises `ModelError` for several samples in one, or one cut, when `packs` is False.
+
+        And for a sample that is longer than the model's positions are the same for: others of its row would be rotated
+        as it is.
+        """
+        self._require_computable(micro_batch)
         inputs, tokens = self._inputs(micro_batch.input_ids, micro_batch.segments, micro_batch.cut), micro_batch.tokens
         with self._precision():
             if self.head is None:
@@ -115,6 +114,21 @@ class PolicyModel(nn.Module):
         if self.head is None:
             return loss_of_logits(loss, logits, tokens)
         return self.head(hidden, tokens, loss)
+
+    def _require_computable(self, micro_batch: MicroBatch) -> None:
+        name, longest = type(self.model).__name__, max(micro_batch.segments.lengths)
+        if micro_batch.cut is not None and not self.packs:
+            raise ModelError(
+                f"trainer.sequence_parallel needs a model whose attention can be taken over, and {name} trains one "
+                "sample at a time: leave it out"
+            )
+        if len(micro_batch.segments.lengths) > 1 and not self.packs:
+            raise ModelError(f"{name} cannot train on packed rows")
+        if self._rotary_limit is not None and longest > self._rotary_limit:
+            raise ModelError(
+                f"{name} rotates positions in another way where there are more than {self._rotary_limit} of them, and "
+                f"a sample has {longest}: lower model.max_model_tokens"
+            )
 
     def _inputs(self, input_ids: Tensor, segments: Segments, cut: RowCut | None = None) -> dict[str, Any]:
         position_ids = segments.position_ids if cut is None else segments.position_ids[:, cut.own]

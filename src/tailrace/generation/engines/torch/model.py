@@ -16,6 +16,7 @@ from tailrace.errors import ModelError
 from tailrace.generation.engines.torch.attention import SLOT_ATTENTION, Segment, ShapeProbe, SlotStep
 from tailrace.generation.engines.torch.cache import LayerShape, SlotCache
 from tailrace.generation.engines.torch.weights import ModelWeights, PreparedModelStateDict
+from tailrace.models.files import own_context
 
 if TYPE_CHECKING:
     from tailrace.cpu.engine import EngineAcceleration
@@ -75,8 +76,7 @@ class SlotModel:
 
     def max_positions(self) -> int | None:
         """Tokens of context that the model was made for, if it says so."""
-        value = getattr(self.config, "max_position_embeddings", None)
-        return int(value) if value else None
+        return own_context(self.config.to_dict())
 
     def _precision(self) -> AbstractContextManager[Any]:
         return torch.autocast(self.device.type, dtype=self.dtype, enabled=self._autocast, cache_enabled=False)

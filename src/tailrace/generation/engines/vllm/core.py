@@ -19,6 +19,7 @@ from tailrace.generation.engines.vllm.adapters import adapter_options
 from tailrace.generation.engines.vllm.nodes import Nodes
 from tailrace.generation.engines.vllm.options import require_vllm
 from tailrace.generation.settings import GeneratorSettings, ModelSettings
+from tailrace.models.files import own_context
 from tailrace.models.loading import ModelSource, resolve_model
 
 if TYPE_CHECKING:
@@ -229,8 +230,7 @@ def _positions(source: ModelSource) -> int | None:
         config = AutoConfig.from_pretrained(source.location)
     except (OSError, ValueError, KeyError) as error:
         raise _cannot_load(source, error) from error
-    positions: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
-    return positions
+    return own_context(config.get_text_config().to_dict())
 
 
 def _cpu_cache_bytes(config: VllmConfig) -> int:
