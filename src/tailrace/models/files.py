@@ -102,6 +102,21 @@ def rotary_limit(config: Mapping[str, Json]) -> int | None:
     return min((limit for limit in limits if limit is not None), default=None)
 
 
+def sliding_window(config: Mapping[str, Json]) -> int | None:
+    """Tokens that some layer of a model sees at most, itself included, where that is less than its context.
+
+    >>> sliding_window({"sliding_window": 4096, "max_position_embeddings": 32768})
+    4096
+    >>> sliding_window({"sliding_window": 4096, "layer_types": ["full_attention"]}) is None
+    True
+    """
+    window, kinds = config.get("sliding_window"), config.get("layer_types")
+    if not isinstance(window, int) or window < 1 or (kinds and "sliding_attention" not in kinds):
+        return None
+    context = own_context(config)
+    return window if context is None or window < context else None
+
+
 def _rotary_embeddings(config: Mapping[str, Json]) -> Iterator[Mapping[str, Json]]:
     """What a config.json says of them; where kinds of layers have their own, of each."""
     given = config.get("rope_parameters") or config.get("rope_scaling")

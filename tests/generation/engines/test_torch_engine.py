@@ -17,6 +17,8 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
 )
 
 from tailrace.errors import ModelError
@@ -184,6 +186,16 @@ def test_an_interrupted_completion_continues_as_if_it_never_stopped(model) -> No
 def test_a_model_that_is_more_than_attention_over_keys_and_values_is_refused(build) -> None:
     with pytest.raises(ModelError, match="cannot run on the torch engine"):
         TorchEngine(build())
+
+
+def test_a_sliding_window_that_only_masks_know_is_found_out_where_no_probe_is_as_long() -> None:
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    config = Qwen2MoeConfig(
+        **SHAPE, **experts, shared_expert_intermediate_size=16, num_key_value_heads=2,
+        use_sliding_window=True, sliding_window=32, max_window_layers=2,
+    )  # fmt: skip
+    with pytest.raises(ModelError, match="sliding window of 32 tokens"):
+        TorchEngine(Qwen2MoeForCausalLM(config))
 
 
 def test_a_context_ends_where_positions_would_be_rotated_in_another_way() -> None:

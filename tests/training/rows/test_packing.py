@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Phi3Config, PreTrainedModel
+from transformers import AutoModelForCausalLM, Phi3Config, PreTrainedModel, Qwen2MoeConfig
 
 from tailrace.errors import ModelError
 from tailrace.records import Batch
@@ -83,6 +83,15 @@ def test_plain_architectures_pack_and_special_ones_are_found_out() -> None:
         "gemma2 with soft caps": False,
         "deepseek_v3 with values narrower than keys": True,
     }
+
+
+@pytest.mark.parametrize("slides", [True, False])
+def test_a_sliding_window_that_only_masks_know_is_found_out_where_no_probe_is_as_long(slides: bool) -> None:
+    config = Qwen2MoeConfig(
+        **SIZES, use_sliding_window=slides, sliding_window=8, max_window_layers=2, num_experts=4,
+        num_experts_per_tok=2, moe_intermediate_size=16, shared_expert_intermediate_size=16,
+    )  # fmt: skip
+    assert PolicyModel(AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")).packs is not slides
 
 
 def test_a_sample_that_others_of_its_row_would_be_rotated_as_is_refused() -> None:

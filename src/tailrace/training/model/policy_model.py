@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from tailrace.errors import ModelError
-from tailrace.models.files import rotary_limit
+from tailrace.models.files import rotary_limit, sliding_window
 from tailrace.models.heads import OutputHead, find_head
 from tailrace.training.losses import Loss
 from tailrace.training.model.acceleration import accelerate
@@ -180,12 +180,28 @@ class PolicyModel(nn.Module):
         return False
 
     def _require_packing(self, row: Tensor, expected: Tensor) -> None:
-        if getattr(self.model.config.get_text_config(), "attention_chunk_size", None):
+        config = self.model.config.get_text_config()
+        if getattr(config, "attention_chunk_size", None):
             raise ModelError("it attends in chunks")
         segments = self._segments(_PROBE_LENGTHS)
         inputs = {"input_ids": row, "position_ids": segments.position_ids, "segments": segments}
         packed = self.model(**inputs, use_cache=False).logits
         _require_equal(packed, expected, _PACKING_TOLERANCE[packed.dtype])
+        # The probe is shorter than most windows, and says nothing of them.
+        if sliding_window(config.to_dict()) is not None and not self._hands_on_window(row):
+            raise ModelError("its sliding window is known to its masks alone")
+
+    def _hands_on_window(self, row: Tensor) -> bool:
+        """Whether some layer tells its attention of a sliding window."""
+        windows = list[int | None]()
+
+        def note(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> None:
+            windows.append(window)
+
+        segments = to_device(Segments.of(_PROBE_LENGTHS, padded=True), self.device)
+        inputs = {"input_ids": row, "position_ids": segments.position_ids, "segments": segments}
+        self.model(**inputs, group_attention=note, use_cache=False)
+        return any(window is not None for window in windows)
 
     def _segments(self, lengths: Sequence[int]) -> Segments:
         return to_device(Segments.of(lengths, padded=self.pads_segments), self.device)

@@ -90,6 +90,8 @@ class ShapeProbe:
     """Stands in for a step, once, to learn what each layer caches. The attention is plain and causal."""
 
     layers: dict[int, LayerShape] = field(default_factory=dict)
+    slides: bool = False
+    """Whether some layer was told of a sliding window."""
 
 
 class _Kind(NamedTuple):
@@ -127,6 +129,7 @@ def slot_attention(
         if layer in slot_step.layers:
             raise ModelError(f"two attentions of {type(module).__name__} call themselves layer {layer}")
         slot_step.layers[layer] = LayerShape(query.shape[1], key.shape[1], key.shape[-1], value.shape[-1])
+        slot_step.slides |= sliding_window is not None
         return attend(query, key, value, None, causal=True, scale=scale, softcap=softcap).transpose(1, 2), None
     query, key, value = (states.to(slot_step.dtype) for states in (query, key, value))
     slot_step.cache.write(layer, slot_step.write_index(key.shape[1]), key, value)

@@ -16,7 +16,7 @@ from tailrace.errors import ModelError
 from tailrace.generation.engines.torch.attention import SLOT_ATTENTION, Segment, ShapeProbe, SlotStep
 from tailrace.generation.engines.torch.cache import LayerShape, SlotCache
 from tailrace.generation.engines.torch.weights import ModelWeights, PreparedModelStateDict
-from tailrace.models.files import own_context
+from tailrace.models.files import own_context, sliding_window
 
 if TYPE_CHECKING:
     from tailrace.cpu.engine import EngineAcceleration
@@ -121,7 +121,12 @@ class SlotModel:
                 f"{self.name} cannot run on the torch engine: {len(layers)} of its {self.config.num_hidden_layers} "
                 "layers attend through transformers' attention interface"
             )
-        window = getattr(self.config, "sliding_window", None)
+        window = sliding_window(self.config.to_dict())
+        if window is not None and not probe.slides:
+            raise ModelError(
+                f"{self.name} cannot run on the torch engine: its sliding window of {window} tokens is known to its "
+                "masks alone, which are not built here"
+            )
         comparable = min(PROBE_TOKENS, window) if window else PROBE_TOKENS
         difference = _difference(own[0, :comparable], ours[0, :comparable])
         if not difference <= PROBE_TOLERANCE.get(self.dtype, 1.0):
