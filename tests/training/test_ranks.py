@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,8 +17,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tailrace.errors import CheckpointError, ModelError, RankLost, TrainingError
+from tailrace.errors import CheckpointError, Diverged, ModelError, RankLost, TrainingError
 from tailrace.records import Batch
+from tailrace.training import leading
 from tailrace.training.checkpoints.files import verify_checkpoint
 from tailrace.training.model.policy_model import PolicyModel
 from tailrace.training.model.sharding import share_out
@@ -202,6 +205,53 @@ def test_a_checkpoint_that_a_rank_is_lost_in_is_no_error_of_the_disk(model_folde
     assert "rank 1 of the trainer" in first
     assert "rank 1 of the trainer" in last
     assert list(folder.iterdir()) == []
+
+
+class RowsOf:
+    """This rank's end of a queue that holds one batch."""
+
+    def __init__(self, batch: Batch) -> None:
+        self._batch = batch
+
+    async def receive(self) -> Batch:
+        return self._batch
+
+    async def acknowledge(self, step: int) -> None:
+        pass
+
+    async def close(self) -> None:
+        pass
+
+
+def diverge_while_writing(ranks: JoinedRanks, model_folder: Path, folder: Path) -> Path:
+    """Rank 0 writes its part of a checkpoint when all ranks diverge, and ends training afterwards."""
+    settings = TrainerSettings(max_nonfinite_steps=1)
+
+    def make(kind: type[Trainer]) -> Trainer:
+        return kind(settings, model_name=str(model_folder), max_steps=10, max_staleness=8, ranks=ranks)
+
+    nan = build_batch(lengths=LENGTHS, rows=ROWS, advantages=[0, 0, math.nan, 0, 0, 0])
+    batch = rows_of(nan, ranks.rank, ranks.size)
+    leading._LAST_WORD_S = 0.05
+    if ranks.rank:
+        asyncio.run(leading.follow(lambda: make(Trainer), RowsOf(batch), ranks))
+    trainer = make(leading.LeadingTrainer)
+    staged = trainer.stage_checkpoint(folder)
+    with pytest.raises(Diverged):
+        trainer.train_step(batch)
+    time.sleep(1)
+    path = trainer.write_checkpoint(staged)
+    trainer.close()
+    return path
+
+
+def test_a_rank_that_diverged_writes_its_part_of_a_checkpoint_and_waits_for_the_end(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    """One that left earlier would be taken for one that died: the trainer would be started again, and diverge again."""
+    path, diverged = run_ranks(diverge_while_writing, 2, tmp_path / "ranks", model_folder, tmp_path / "checkpoints")
+    assert verify_checkpoint(path).step == 0
+    assert isinstance(diverged, Diverged)
 
 
 def refusals(ranks: JoinedRanks, folders: dict[str, Path], other: Path) -> dict[str, str]:

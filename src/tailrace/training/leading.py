@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 from typing_extensions import override
 
-from tailrace.errors import RankLost, TailraceError, TrainingError
+from tailrace.errors import Diverged, RankLost, TailraceError, TrainingError
 from tailrace.records import Batch
 from tailrace.training.checkpoints.files import StagedCheckpoint
 from tailrace.training.checkpoints.snapshots import Snapshot
@@ -31,7 +31,7 @@ from tailrace.transport.batches.queue import BatchReceiver
 _log = logging.getLogger(__name__)
 
 _LAST_WORD_S = 5.0
-"""How long a rank that failed waits for rank 0 to end training, which has the first word on why."""
+"""How long a rank that failed alone waits for rank 0 to end training, which has the first word on why."""
 
 
 class TrainStep(msgspec.Struct, frozen=True, tag=True):
@@ -102,7 +102,7 @@ class LeadingTrainer(Trainer):
 async def follow(make_trainer: Callable[[], Trainer], batches: BatchReceiver, ranks: JoinedRanks) -> None:
     """Do what rank 0 does until it ends training.
 
-    `make_trainer` is called in the thread that all compute runs in. Raises what failed here, after rank 0 had a moment
+    `make_trainer` is called in the thread that all compute runs in. Raises what failed here, after rank 0 had the time
     to end training with its own word on it, and `RankLost` where another rank is gone.
     """
     tune_process()
@@ -113,7 +113,8 @@ async def follow(make_trainer: Callable[[], Trainer], batches: BatchReceiver, ra
     except Exception as error:
         ranks.tell(error, lost=isinstance(error, RankLost))
         if isinstance(error, TailraceError) and not isinstance(error, RankLost):
-            await follower.await_end()
+            # All ranks diverge together, and rank 0 says so once its part of a checkpoint is written.
+            await follower.await_end(within_s=None if isinstance(error, Diverged) else _LAST_WORD_S)
         raise
     finally:
         for thread in threads:
@@ -134,12 +135,13 @@ class _Follower:
             await self._obey(order, trainer)
         await self._written()
 
-    async def await_end(self) -> None:
-        """Give rank 0 the time to end training by itself."""
+    async def await_end(self, *, within_s: float | None) -> None:
+        """Give rank 0 the time to end training by itself; None: for as long as it is there."""
         try:
-            async with asyncio.timeout(_LAST_WORD_S):
+            async with asyncio.timeout(within_s):
                 while not isinstance(await self._next_order(), EndTraining):
                     pass
+                await self._written()
         except (TimeoutError, RankLost):
             pass
 
