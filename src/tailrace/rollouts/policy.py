@@ -42,7 +42,7 @@ from tailrace.records import (
     chunks_before,
     session_of,
 )
-from tailrace.records.columns import RESERVED, as_column
+from tailrace.records.columns import as_column
 from tailrace.rollouts.chat.conversations import (
     AskedTurn,
     BranchConversation,
@@ -57,6 +57,7 @@ from tailrace.rollouts.chat.stop_strings import StopStringFound, StopStrings, li
 from tailrace.rollouts.chat.text_deltas import TextDeltas
 from tailrace.rollouts.chat.text_parts import as_text
 from tailrace.rollouts.endpoints import Endpoints, no_endpoints
+from tailrace.rollouts.own_columns import require_own_column
 from tailrace.rollouts.turn_options import plain_options, plain_stop_token_ids, plain_token_ids, stop_strings
 from tailrace.rollouts.turn_sampling import turn_sampling
 from tailrace.tracing.phases import phase
@@ -240,13 +241,9 @@ class RolloutPolicy:
 
     def set_column(self, reply: Reply, name: str, values: object) -> None:
         """Give the tokens of a reply more for a loss to read: see `Policy.set_column`."""
-        if name in RESERVED:
-            raise ValueError(f"column {name!r} is filled by Tailrace itself: choose another name")
-        if name == CROSS_ENTROPY_WEIGHTS and self._takes_demonstrations is False:
-            raise SettingsError(
-                f"environment {self._rollout.task.environment!r} sets the column {name!r}, and nothing reads it: write "
-                "trainer.loss.cross_entropy = { coefficient = 1.0 }"
-            )
+        require_own_column(
+            name, environment=self._rollout.task.environment, takes_demonstrations=self._takes_demonstrations
+        )
         if len(column := as_column(name, values)) != reply.completion.num_tokens:
             raise ValueError(
                 f"column {name!r} has {len(column)} values, and the reply {reply.completion.num_tokens} tokens"

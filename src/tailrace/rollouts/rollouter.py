@@ -20,6 +20,7 @@ from tailrace.rollouts.deadline import Attempts, rollout_deadline
 from tailrace.rollouts.endpoints import Endpoints, no_endpoints
 from tailrace.rollouts.environment import LoadedEnvironment
 from tailrace.rollouts.error_budget import ErrorTally
+from tailrace.rollouts.own_columns import require_own_column
 from tailrace.rollouts.playing import RolloutPlayer, leave_out_empty_branches
 from tailrace.rollouts.policy import RolloutPolicy
 from tailrace.rollouts.scoring import JudgeUsage, RelativeJudge, Scorer, Teacher, TeacherUsage
@@ -61,7 +62,7 @@ class Rollouter:
         """
         self._settings = settings
         self._environments = environments
-        self._teacher = teacher
+        self._teacher, self._takes_demonstrations = teacher, takes_demonstrations
         self._attempts, self._endpoints = Attempts(), endpoints
         loadable = {name: one.settings for name, one in environments.items() if one.settings is not None}
         self._workers = WorkerPool(settings, loadable, log_path=worker_log)
@@ -321,10 +322,23 @@ class Rollouter:
             here = partial(self._player.score_together, environment=environment)
             stages.append(here if agents is None else partial(agents.score, by=ScoredBy.REWARDS))
         if spec.score_group is not None:
-            stages.append(spec.score_group if agents is None else partial(agents.score, by=ScoredBy.SCORE_GROUP))
+            own = spec.score_group if agents is None else partial(agents.score, by=ScoredBy.SCORE_GROUP)
+            stages.append(partial(self._score_by_own, own))
         elif (judge := self._judge(spec)) is not None:
             stages.append(judge if agents is None else partial(agents.score, by=ScoredBy.JUDGE))
         return stages
+
+    async def _score_by_own(
+        self, score_group: ScoreGroup, group: Group
+    ) -> Group | list[Group] | list[AgentResult] | None:
+        """What an environment's own `score_group` returns. Raises for columns as `require_own_column` does."""
+        rollouts = list(group.rollouts)
+        before = _columns_of(rollouts)
+        returned = await score_group(group)
+        takes_demonstrations = self._takes_demonstrations if self._evaluation_seed is None else None
+        for name in _columns_of(rollouts) - before:
+            require_own_column(name, environment=group.task.environment, takes_demonstrations=takes_demonstrations)
+        return returned
 
     def _judge(self, spec: EnvironmentSpec) -> RelativeJudge | None:
         """The environment's judge, made when it is first needed."""
@@ -342,6 +356,11 @@ class Rollouter:
             max_tokens=environment.sampling.max_tokens,
             greedy=self._greedy,
         )
+
+
+def _columns_of(rollouts: Sequence[Rollout]) -> set[str]:
+    """Names of all columns that their branches have."""
+    return {name for rollout in rollouts for branch in rollout.branches for name in branch.columns}
 
 
 def _source_of(renderer: Renderer) -> RendererSource:

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
 
 from tailrace.batching import sample_group
 from tailrace.environments import AgentResult, EnvironmentSpec, Message, Policy
-from tailrace.errors import EnvironmentFailed, ErrorBudgetSpent, InvalidReward, RolloutTimeout, ScoringFailed
+from tailrace.errors import (
+    EnvironmentFailed,
+    ErrorBudgetSpent,
+    InvalidReward,
+    RolloutTimeout,
+    ScoringFailed,
+    SettingsError,
+)
 from tailrace.records import Group, GroupId, Reward, Rollout, RolloutId, SamplingParams, Task
 from tailrace.rollouts import ChatRenderer, Rollouter, RolloutSettings
 from tailrace.rollouts.scoring import EndpointScorer, Teacher, TeacherPlan
@@ -40,11 +48,21 @@ def spec_of(agent: Callable[..., Awaitable[object]] = ask, name: str = "own", **
 
 
 def rollouter(
-    renderer: ChatRenderer, *specs: EnvironmentSpec, teacher: Teacher | None = None, **settings: object
+    renderer: ChatRenderer,
+    *specs: EnvironmentSpec,
+    teacher: Teacher | None = None,
+    takes_demonstrations: bool = True,
+    **settings: object,
 ) -> Rollouter:
     chosen = RolloutSettings.model_validate(settings)
-    generate = ScriptedGenerate(renderer.tokenizer, ["Ada, Bob"])
-    return Rollouter(chosen, loaded(*specs, settings=chosen), renderer=renderer, generate=generate, teacher=teacher)
+    return Rollouter(
+        chosen,
+        loaded(*specs, settings=chosen),
+        renderer=renderer,
+        generate=ScriptedGenerate(renderer.tokenizer, ["Ada, Bob"]),
+        teacher=teacher,
+        takes_demonstrations=takes_demonstrations,
+    )
 
 
 async def run(rollouts: Rollouter, spec: EnvironmentSpec) -> Rollout:
@@ -219,6 +237,35 @@ async def test_a_scorer_may_set_advantages_of_tokens(renderer: ChatRenderer) -> 
     first, second = sample_group(scored, oldest_version=0).samples
     assert np.array_equal(first.advantages, np.array([0, 0, 0.5, 1], np.float32))
     assert second.advantages == 0.0
+
+
+@pytest.mark.parametrize(
+    ("name", "takes_demonstrations", "evaluation_seed", "error"),
+    [
+        ("teacher_logprobs", True, None, ScoringFailed),
+        ("proximal_logprobs", True, 0, ScoringFailed),
+        ("cross_entropy_weights", False, None, SettingsError),
+        ("cross_entropy_weights", False, 0, None),
+        ("cross_entropy_weights", True, None, None),
+        ("weights", False, None, None),
+    ],
+)
+async def test_scoring_is_refused_the_columns_that_an_agent_is_refused(
+    renderer: ChatRenderer,
+    name: str,
+    takes_demonstrations: bool,
+    evaluation_seed: int | None,
+    error: type[Exception] | None,
+) -> None:
+    async def mark(group: Group) -> Group:
+        group.rollouts[0].branches[0].set_column(name, [1.0], start=2)
+        return group
+
+    spec = spec_of(score_group=mark)
+    group = played_group(spec, rewards=[1.0])
+    async with rollouter(renderer, spec, takes_demonstrations=takes_demonstrations) as rollouts:
+        with nullcontext() if error is None else pytest.raises(error, match=f"column '{name}'"):
+            assert await rollouts.runner(evaluation_seed=evaluation_seed).score(group) == [group]
 
 
 async def test_results_for_a_group_replace_the_rewards_and_keep_what_came_with_them(renderer: ChatRenderer) -> None:
