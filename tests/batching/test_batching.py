@@ -101,15 +101,30 @@ def test_a_group_is_trained_on_for_its_teacher_where_that_weighs_anything() -> N
     assert filter_reason(group, filter_zero_spread=True) is None
 
 
-def test_demonstrations_go_with_their_rollout() -> None:
-    group = group_of([0.0, 1.0, 0.5], versions=[0, 5, 5])
-    for rollout in group.rollouts:
+def test_what_bears_cross_entropy_is_never_too_old() -> None:
+    group = group_of([0.0, 1.0, 0.5, 0.0, 0.0], versions=[0, 5, 5, 0, 0])
+    for rollout in group.rollouts[:3]:
         demonstrate(rollout)
     del group.rollouts[2].branches[0]
+    group.rollouts[3].branches[0].set_column("cross_entropy_weights", [0.5, 0.5], start=3)
     sampled = sample_group(group, oldest_version=3)
+    assert [(rollout.rollout_id, reason) for rollout, reason in sampled.filtered] == [("g.4", "stale")]
+    assert [(one.rollout_id, one.branch_index) for one in sampled.samples] == [
+        ("g.0", 1), ("g.1", 0), ("g.1", 1), ("g.2", 0), ("g.3", 0),
+    ]  # fmt: skip
+    assert sampled.loss_tokens == [0, 3, 0, 0]
+    assert sampled.masked_tokens == 6
+    summary = drained(form_batch([sampled], step=1, trainer_version=5, packing=Packing(9))).batch.summary
+    assert (summary.loss_tokens, summary.cross_entropy_tokens, summary.num_sequences) == (3, 8, 1)
+
+
+def test_demonstrations_go_with_a_rollout_that_is_left_out() -> None:
+    group = group_of([0.0, 1.0], versions=[0, 5])
+    for rollout in group.rollouts:
+        demonstrate(rollout)
+    sampled = sample_group(group, oldest_version=3, drop_stale=True)
     assert [(rollout.rollout_id, reason) for rollout, reason in sampled.filtered] == [("g.0", "stale")]
-    assert [sample.rollout_id for sample in sampled.samples] == ["g.1", "g.1", "g.2"]
-    assert sampled.loss_tokens == [3, 0]
+    assert [sample.rollout_id for sample in sampled.samples] == ["g.1", "g.1"]
 
 
 @given(st.lists(st.floats(-10, 10), min_size=1, max_size=16))

@@ -28,8 +28,9 @@ class SampledGroup:
 def sample_group(group: Group, *, oldest_version: int, drop_stale: bool = False) -> SampledGroup:
     """Make the samples of a group for a batch in which tokens of `oldest_version` and newer may bear loss.
 
-    Older ones stay as context and carry no loss; a rollout masked entirely, and with `drop_stale` every rollout with
-    such a token, is left out as `filtered(stale)`. All branches of a rollout go together.
+    Older ones stay as context and carry no loss but cross-entropy. A rollout that bears none then, and with
+    `drop_stale` every rollout with such a token, is left out as `filtered(stale)`. All branches of a rollout that bear
+    any loss go together.
     """
     sampled = SampledGroup(group)
     for rollout, advantage in zip(group.rollouts, required_advantages(group), strict=True):
@@ -42,8 +43,8 @@ def _sample(
 ) -> None:
     fresh = [_num_fresh(branch, oldest) for branch in rollout.branches]
     num_fresh, num_tokens = sum(fresh), rollout.num_completion_tokens
-    only_demonstrates = not num_tokens and any(branch.num_weighted for branch in rollout.branches)
-    if (num_fresh == 0 and not only_demonstrates) or (drop_stale and num_fresh < num_tokens):
+    bears_cross_entropy = any(branch.num_weighted for branch in rollout.branches)
+    if not (num_fresh or bears_cross_entropy) or (drop_stale and num_fresh < num_tokens):
         sampled.filtered.append((rollout, STALE if num_tokens else NOTHING_SAMPLED))
         return
     sampled.trained.append(rollout)
@@ -61,7 +62,7 @@ def _sample(
             environment=rollout.task.environment,
         )
         for index, (branch, count) in enumerate(zip(rollout.branches, fresh, strict=True))
-        if count or (branch.num_weighted and not branch.num_completion_tokens)
+        if count or branch.num_weighted
     ]
 
 

@@ -257,8 +257,10 @@ class FeedScheduler(Scheduler):
         oldest = self._stale.oldest_allowed(self._progress.version)
         for one in returned:
             one.sample = msgspec.structs.replace(one.sample, oldest_version=oldest)
-            is_whole = one.loss_tokens == one.sample.branch.num_completion_tokens
-            if is_whole or (one.loss_tokens and not self._stale.drops_rollouts):
+            branch = one.sample.branch
+            is_whole = one.loss_tokens == branch.num_completion_tokens
+            bears_loss = one.loss_tokens or branch.num_weighted
+            if is_whole or (bears_loss and not self._stale.drops_rollouts):
                 young.append(one)
                 del self._dispatched.returned[one.sample_id]
             else:
