@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from torch import nn
+from torch import Tensor, nn
 
 from tailrace.errors import ModelError
 
@@ -83,7 +83,16 @@ def inner_matrices(model: PreTrainedModel) -> list[nn.Parameter]:
     others = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     if (head := model.get_output_embeddings()) is not None:
         others |= {id(weight) for weight in head.parameters()}
-    return [weight for weight in model.parameters() if weight.ndim == 2 and id(weight) not in others]
+    return [
+        weight
+        for name, weight in model.named_parameters()
+        if is_matrix(name, weight) and weight.ndim == 2 and id(weight) not in others
+    ]
+
+
+def is_matrix(name: str, weight: Tensor) -> bool:
+    """Whether a weight is a matrix or a stack of them, and not the biases of stacked experts, one row for each."""
+    return weight.ndim > 1 and not name.endswith("bias")
 
 
 def state_dict_bytes(sizes: ModelSizes, dtype: Literal["float32", "bfloat16"], *, keeps_precise: bool = True) -> int:

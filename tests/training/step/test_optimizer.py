@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM, GptOssConfig
 
 from tailrace.errors import CheckpointError
 from tailrace.models.sizes import model_sizes
@@ -54,6 +55,20 @@ def test_as_many_weights_as_memory_is_counted_for_are_muon_s(name: str) -> None:
     optimizer = make_optimizer(model, TrainerSettings(optimizer="muon"))
     kept = sum(weight.numel() for weight, kinds in moment_kinds(optimizer).items() if kinds == ("momentum_buffer",))
     assert kept == model_sizes(model).inner_matrices > 0
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_biases_of_stacked_experts_do_not_decay_and_are_no_matrices(optimizer: str) -> None:
+    config = GptOssConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, head_dim=8,
+        num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, pad_token_id=None,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config)
+    taken = make_optimizer(model, TrainerSettings(weight_decay=0.1, optimizer=optimizer))
+    decays = {weight: group["weight_decay"] > 0 for group in taken.param_groups for weight in group["params"]}
+    biases = [weight for name, weight in model.named_parameters() if name.endswith("bias")]
+    assert {bias.ndim for bias in biases} == {1, 2}
+    assert not any(decays[bias] or moment_kinds(taken)[bias] == ("momentum_buffer",) for bias in biases)
 
 
 def test_a_step_is_the_orthogonal_part_of_the_gradient_as_large_as_one_of_adamw() -> None:

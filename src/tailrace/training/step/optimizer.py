@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from tailrace.models.sizes import inner_matrices
+from tailrace.models.sizes import inner_matrices, is_matrix
 from tailrace.training.settings.trainer import TrainerSettings
 from tailrace.training.step.offloaded_moments import OffloadedAdamW
 
@@ -48,12 +48,13 @@ def learning_rate(step: int, settings: TrainerSettings, max_steps: int) -> float
 
 def make_optimizer(model: PreTrainedModel, settings: TrainerSettings) -> torch.optim.Optimizer:
     """Over every trainable weight; only matrices decay (norms and biases don't)."""
-    weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    of_muon = {id(one) for one in inner_matrices(model) if one.requires_grad} if settings.optimizer == "muon" else set()
-    matrices = [weight for weight in weights if weight.dim() > 1 and id(weight) not in of_muon]
+    weights = [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad]
+    inner = [one for one in inner_matrices(model) if one.requires_grad] if settings.optimizer == "muon" else []
+    of_muon = {id(one) for one in inner}
+    matrices = [weight for name, weight in weights if is_matrix(name, weight) and id(weight) not in of_muon]
     groups = [
         {"params": matrices, "weight_decay": settings.weight_decay},
-        {"params": [weight for weight in weights if weight.dim() <= 1], "weight_decay": 0.0},
+        {"params": [weight for name, weight in weights if not is_matrix(name, weight)], "weight_decay": 0.0},
     ]
     common: dict[str, Any] = {
         "lr": settings.learning_rate,
@@ -64,10 +65,10 @@ def make_optimizer(model: PreTrainedModel, settings: TrainerSettings) -> torch.o
     if settings.offload_optimizer:
         return OffloadedAdamW(used, **common)
     adamw = torch.optim.AdamW(used, **common, fused=True)
-    if not of_muon:
+    if not inner:
         return adamw
     muon = torch.optim.Muon(
-        [weight for weight in weights if id(weight) in of_muon],
+        inner,
         lr=settings.learning_rate,
         weight_decay=settings.weight_decay,
         momentum=_MUON_MOMENTUM,
