@@ -318,7 +318,9 @@ def test_a_run_without_an_end_is_refused(write) -> None:  # type: ignore[no-unty
     ("overrides", "steps"),
     [
         (["--max_steps", "unset", "--max_epochs", "2"], 200),  # 800 tasks of 8 rollouts, 64 to a batch
-        (["--max_steps", "50", "--max_epochs", "2"], None),
+        (["--max_steps", "50", "--max_epochs", "2"], 50),
+        (["--max_steps", "500", "--max_epochs", "2"], 200),
+        (["--max_steps", "500"], None),
         (["--max_steps", "unset", "--max_epochs", "2", "--trainer.decay_steps", "70"], 70),
         (["--max_steps", "unset", "--max_epochs", "2", "--trainer.decay", "constant"], None),
     ],

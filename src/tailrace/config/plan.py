@@ -76,9 +76,9 @@ def plan_run(settings: RunSettings, num_tasks: Mapping[str, int]) -> Plan:
 
 
 def with_decay_end(settings: RunSettings, plan: Plan) -> RunSettings:
-    """The settings, with the step at which the learning rate has fallen where epochs alone end the run."""
+    """The settings, with the step at which the learning rate has fallen where epochs may end the run."""
     trainer = settings.trainer
-    if trainer.decay == "constant" or trainer.decay_steps or settings.max_steps:
+    if trainer.decay == "constant" or trainer.decay_steps or not settings.max_epochs:
         return settings
     end = trainer.model_copy(update={"decay_steps": math.ceil(plan.expected_steps)})
     return settings.model_copy(update={"trainer": end})
