@@ -155,12 +155,8 @@ def test_maxrl_weighs_a_group_by_the_inverse_of_its_mean(rewards: list[float]) -
 
 
 @given(REWARDS)
-def test_of_rewards_as_they_are_only_a_group_of_zeros_is_left_out(rewards: list[float]) -> None:
+def test_rewards_may_be_advantages_as_they_are(rewards: list[float]) -> None:
     assert group_advantages(rewards, "reward") == rewards
-    group = group_of(rewards)
-    group.advantages = None
-    compute_advantages(group, "reward")
-    assert filter_reason(group, filter_zero_spread=True) == (None if any(rewards) else ZERO_SPREAD)
 
 
 def test_maxrl_refuses_rewards_below_0() -> None:

@@ -132,6 +132,14 @@ async def test_a_group_of_equal_rewards_is_filtered_and_its_budget_refunded() ->
     assert world.scheduler.ledger.total(TerminalState.TRAINED) == 24
 
 
+@pytest.mark.parametrize("reward", [0.0, 1.0])
+async def test_no_group_is_filtered_for_equal_rewards_where_these_are_the_advantages(reward: float) -> None:
+    """Of groups of zeros alone that would be a bias: where advantages are whitened, 0 is no advantage of 0."""
+    world = make_world(lambda number: reward if number < 8 else spread(number), rows=8, advantage="reward")
+    await world.run()
+    assert world.scheduler.ledger.total(TerminalState.TRAINED) == 32
+
+
 async def test_a_failed_rollout_is_tried_again_and_costs_only_itself() -> None:
     world = make_world(lambda number: "environment_failed" if number == 1 else spread(number), rows=4)
     await world.run()

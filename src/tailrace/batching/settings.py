@@ -31,5 +31,12 @@ class BatchingSettings(BaseModel, extra="forbid", frozen=True):
         " baseline.",
     )
     filter_zero_spread: bool = Field(
-        True, description="Leave out groups whose rewards are all equal: they carry no gradient. Counted as filtered."
+        True,
+        description="Leave out groups whose rewards are all equal: they carry no gradient. Counted as filtered. Not"
+        " with advantage = reward, where they teach, too.",
     )
+
+    @property
+    def leaves_out_equal_rewards(self) -> bool:
+        """Whether a group is left out for that. Of rewards as they are it would be groups of zeros alone: a bias."""
+        return self.filter_zero_spread and self.advantage != "reward"

@@ -100,7 +100,7 @@ class Pipeline:
                 if all(rollout.reward is not None for rollout in group.rollouts):
                     group.advantages = None
                 compute_advantages(group, self.settings.advantage)
-                if filter_reason(group, filter_zero_spread=self.settings.filter_zero_spread) is None:
+                if filter_reason(group, filter_zero_spread=self.settings.leaves_out_equal_rewards) is None:
                     self.trainable.append(group)
             await asyncio.sleep(0)
         if not self.trainable:

@@ -212,7 +212,7 @@ class GroupPlayer:
     def _is_trainable(self, group: Group) -> bool:
         with phase("advantages"):
             compute_advantages(group, self._settings.advantage)
-            reason = filter_reason(group, filter_zero_spread=self._settings.filter_zero_spread)
+            reason = filter_reason(group, filter_zero_spread=self._settings.leaves_out_equal_rewards)
         self._observer.group_scored(group, reason)
         if reason is not None:
             self._accounts.end(group.rollouts, Outcome.filtered(reason))
@@ -251,7 +251,7 @@ class GroupPlayer:
             return
         self._release(group, group.release.close())
         waiting = [group.finished[number].rollout for number in group.release.waiting]
-        teaches_nothing = self._settings.filter_zero_spread and not any(
+        teaches_nothing = self._settings.leaves_out_equal_rewards and not any(
             rollout is not None and teaches_anyway(rollout) for rollout in waiting
         )
         reason = ZERO_SPREAD if waiting and teaches_nothing else None
