@@ -187,6 +187,8 @@ ON_GPUS = ["--trainer.device", "cuda", "--generator.engine", "vllm"]
         (["--generator.device", "cuda:"], "generator.device is 'cuda:', which names no device: write cpu, cuda or"),
         (["--trainer.device", "auto"], "names no device"),
         (["--trainer.device", "cuda:²"], "names no device"),
+        (["--trainer.device", "mps"], "names no device"),
+        (["--trainer.device", "xpu:1"], "names no device"),
         ([*TRANSFERRED, *ON_GPUS, "--placement", "inline"], "roles of one process share its GPUs"),
         ([*TRANSFERRED, *ON_GPUS, "--generator.connect", "tcp://there:1"], "are sent weights by their sockets"),
         (
@@ -226,8 +228,10 @@ def test_gpus_are_named_for_roles_that_use_them() -> None:
     named = ["--trainer.devices", "0", "--generator.devices", "1"]
     for overrides in (ON_GPUS, ["--trainer.device", "cuda", "--generator.device", "cuda"]):
         assert load_settings("quickstart", [*overrides, *named]).generator.devices == ("1",)
-    for device in ("cpu", "cuda", "cuda:0", "cuda:12", "mps", "xpu:1"):
+    for device in ("cpu", "cuda", "cuda:0", "cuda:12"):
         assert load_settings("quickstart", ["--trainer.device", device]).trainer.device == device
+    for device in ("cpu", "cuda:12", "mps", "xpu:1"):
+        assert load_settings("quickstart", ["--generator.device", device]).generator.device == device
 
 
 def test_weights_are_transferred_between_gpus() -> None:

@@ -87,8 +87,8 @@ def test_a_snapshot_that_stays_is_never_written_to_again(model_folder: Path) -> 
 
 
 def test_a_device_that_is_not_there_is_told_as_a_setting(model_folder: Path) -> None:
-    with pytest.raises(SettingsError, match=r"^trainer\.device = 'xpu:7' cannot be used here: "):
-        make_trainer(model_folder, device="xpu:7")
+    with pytest.raises(SettingsError, match=r"^trainer\.device = 'cuda:77' cannot be used here: "):
+        make_trainer(model_folder, device="cuda:77")
 
 
 @pytest.mark.gpu

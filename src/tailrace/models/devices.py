@@ -9,16 +9,17 @@ from pydantic import BeforeValidator
 
 from tailrace.errors import SettingsError
 
-_NAME = re.compile(r"cpu|(cuda|xpu|mps)(:[0-9]{1,4})?")
+_INDEX = r"(:[0-9]{1,4})?"
+ANY, CPU_OR_CUDA = re.compile(rf"cpu|(cuda|xpu|mps){_INDEX}"), re.compile(rf"cpu|cuda{_INDEX}")
 
 
-def require_device_name(device: str, setting: str) -> str:
-    """The device, where torch has one of that name on some machine. Raises `ValueError`.
+def require_device_name(device: str, setting: str, names: re.Pattern[str] = ANY) -> str:
+    """The device, where torch has one of that name on some machine, and it is one of `names`. Raises `ValueError`.
 
     >>> require_device_name("cuda:1", "trainer.device")
     'cuda:1'
     """
-    if not _NAME.fullmatch(device):
+    if not names.fullmatch(device):
         raise ValueError(
             f"{setting} is {device!r}, which names no device: write cpu, cuda or, for one of several GPUs, cuda:1"
         )

@@ -7,7 +7,7 @@ from typing import Any, Literal, Self, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from tailrace.models.devices import DeviceIds, require_device_name
+from tailrace.models.devices import CPU_OR_CUDA, DeviceIds, require_device_name
 from tailrace.training.settings.lora import LoraSettings
 from tailrace.training.settings.losses import ClippedRatioSettings, DecoupledPpoSettings, LossSettings
 
@@ -180,7 +180,7 @@ class TrainerSettings(BaseModel):
     @field_validator("device")
     @classmethod
     def _names_a_device(cls, device: str) -> str:
-        return require_device_name(device, "trainer.device")
+        return require_device_name(device, "trainer.device", CPU_OR_CUDA)  # from others weights reach no generator
 
     @model_validator(mode="after")
     def _decoupled_ppo_needs_steps(self) -> Self:
