@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tailrace.batching import Packing, compute_advantages, form_batch, sample_group
-from tailrace.batching.packing import RowPlan, plan_rows
+from tailrace.batching.packing import RowPlan, plan_rows, sample_costs
 from tailrace.batching.slices import drained
 from tailrace.lifecycle.resources import shared_memory_folder
 from tailrace.records import (
@@ -125,17 +125,17 @@ def plan(distribution: str, ranks: int, options: kit.Options) -> Row:
         padding=planned.padding,
         one_shape_padding=plain.padding,
         ffd_padding=None if options.quick else first_fit_decreasing(lengths),
-        rank_imbalance=imbalance(planned, lengths, packing),
+        rank_imbalance=imbalance(planned, lengths),
         plan_s=plan_s,
         target=TARGET_PLAN_S,
         met=plan_s < TARGET_PLAN_S,
     )
 
 
-def imbalance(plan: RowPlan, lengths: NDArray[np.int32], packing: Packing) -> float:
+def imbalance(plan: RowPlan, lengths: NDArray[np.int32]) -> float:
     """How much longer the busiest rank takes than the mean of them, as a share."""
     ends = plan.row_offsets[plan.rank_offsets]
-    costs = np.add.reduceat(packing.costs(lengths)[plan.order], ends[:-1])
+    costs = np.add.reduceat(sample_costs(lengths)[plan.order], ends[:-1])
     return float(costs.max() / costs.mean()) - 1.0
 
 

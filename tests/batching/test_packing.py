@@ -7,17 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.batching.packing import Packing, RowPlan, plan_rows
+from tailrace.batching.packing import ATTENTION_TOKENS, Packing, RowPlan, plan_rows, sample_costs
 from tailrace.batching.slices import drained
 from tailrace.records import Int32Array
 
-LENGTHS = st.lists(st.integers(0, 100), max_size=80)
+LENGTHS = st.lists(st.integers(0, 2 * ATTENTION_TOKENS), max_size=80)
 PACKINGS = st.builds(
     Packing,
-    row_tokens=st.integers(100, 300),
+    row_tokens=st.integers(2 * ATTENTION_TOKENS, 6 * ATTENTION_TOKENS),
     num_ranks=st.integers(1, 9),
     num_shapes=st.integers(1, 16),
-    attention_tokens=st.integers(10, 1000),
 )
 
 
@@ -37,13 +36,13 @@ def shapes_of(plan: RowPlan, lengths: list[int], packing: Packing) -> list[int]:
     return shapes
 
 
-def rank_costs(plan: RowPlan, lengths: list[int], packing: Packing) -> list[float]:
-    costs = row_costs(plan, lengths, packing)
+def rank_costs(plan: RowPlan, lengths: list[int]) -> list[float]:
+    costs = row_costs(plan, lengths)
     return [sum(costs[first:last]) for first, last in zip(plan.rank_offsets[:-1], plan.rank_offsets[1:], strict=True)]
 
 
-def row_costs(plan: RowPlan, lengths: list[int], packing: Packing) -> list[float]:
-    costs = packing.costs(np.array(lengths, np.int32))
+def row_costs(plan: RowPlan, lengths: list[int]) -> list[float]:
+    costs = sample_costs(np.array(lengths, np.int32))
     return [float(sum(costs[sample] for sample in row)) for row in rows_of(plan)]
 
 
@@ -66,14 +65,14 @@ def test_every_rank_has_as_many_rows_as_every_other(lengths: list[int], packing:
 @given(LENGTHS, PACKINGS)
 def test_no_two_ranks_differ_by_more_than_the_costliest_row(lengths: list[int], packing: Packing) -> None:
     plan = planned(lengths, packing)
-    costs, per_rank = row_costs(plan, lengths, packing), rank_costs(plan, lengths, packing)
+    costs, per_rank = row_costs(plan, lengths), rank_costs(plan, lengths)
     assert max(per_rank) - min(per_rank) <= max(costs, default=0) + 1e-6
 
 
 @given(LENGTHS, PACKINGS)
 def test_ranks_meet_rows_of_falling_cost_at_the_same_place(lengths: list[int], packing: Packing) -> None:
     plan = planned(lengths, packing)
-    costs = np.array(row_costs(plan, lengths, packing)).reshape(packing.num_ranks, -1)
+    costs = np.array(row_costs(plan, lengths)).reshape(packing.num_ranks, -1)
     assert np.all(np.diff(costs, axis=1) <= 1e-9)
 
 
@@ -99,7 +98,7 @@ def test_at_most_one_row_is_half_empty(lengths: list[int], row_tokens: int) -> N
 
 @given(LENGTHS, PACKINGS)
 def test_shapes_of_several_lengths_pad_no_more_than_one_length(lengths: list[int], packing: Packing) -> None:
-    one_shape = Packing(packing.row_tokens, packing.num_ranks, 1, packing.attention_tokens)
+    one_shape = Packing(packing.row_tokens, packing.num_ranks, 1)
     plan, plain = planned(lengths, packing), planned(lengths, one_shape)
     assert plan.padding <= plain.padding + 1e-9
     shapes = shapes_of(plan, lengths, packing)
@@ -133,10 +132,11 @@ def test_as_few_rows_as_first_fit_decreasing_on_lengths_that_occur(seed: int) ->
 
 def test_long_samples_weigh_more_than_their_tokens() -> None:
     """All rows are full; those of longer samples cost more, so the costliest goes with the cheapest."""
-    lengths, packing = [64, 32, 32, *[16] * 8], Packing(64, num_ranks=2, attention_tokens=64)
-    plan = planned(lengths, packing)
-    assert row_costs(plan, lengths, packing) == [128, 80, 88, 88]
-    assert rank_costs(plan, lengths, packing) == [208, 176]
+    part = ATTENTION_TOKENS // 4
+    lengths = [4 * part, 2 * part, 2 * part, *[part] * 8]
+    plan = planned(lengths, Packing(ATTENTION_TOKENS, num_ranks=2))
+    assert [cost / part for cost in row_costs(plan, lengths)] == [8, 5, 5.5, 5.5]
+    assert [cost / part for cost in rank_costs(plan, lengths)] == [13, 11]
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
@@ -145,7 +145,7 @@ def test_ranks_with_a_row_or_two_each_cost_the_same(seed: int, num_ranks: int) -
     lengths = np.random.default_rng(seed).geometric(1 / 200, 64).clip(16, 256).tolist()
     for packing in (Packing(16384 // num_ranks, num_ranks), Packing(8192 // num_ranks, num_ranks)):
         plan = planned(lengths, packing)
-        costs = rank_costs(plan, lengths, packing)
+        costs = rank_costs(plan, lengths)
         assert plan.num_rows <= 2 * num_ranks
         assert max(costs) < 1.01 * np.mean(costs)
 
@@ -162,7 +162,7 @@ def test_a_sample_longer_than_a_row_is_refused() -> None:
         planned([9], Packing(8))
 
 
-@pytest.mark.parametrize("field", ["row_tokens", "num_ranks", "num_shapes", "attention_tokens"])
+@pytest.mark.parametrize("field", ["row_tokens", "num_ranks", "num_shapes"])
 def test_a_packing_of_nothing_is_refused(field: str) -> None:
     with pytest.raises(ValueError, match=field):
         Packing(**{"row_tokens": 8, field: 0})

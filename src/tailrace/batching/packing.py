@@ -24,6 +24,11 @@ NumberT = TypeVar("NumberT", np.int64, np.float64)
 
 PLANNED_AT_ONCE = 512
 """Samples; about a millisecond."""
+ATTENTION_TOKENS = 16384
+"""Length of a sample at which attention costs as much as the rest of its forward pass: about 12 x a model's hidden size
+(per layer and token, 24 hidden^2 operations in the projections, 2 length x hidden in causal attention). A hidden size
+of 1,365 stands for all: batches are formed without the model, and how much long samples weigh is all that hangs on it.
+"""
 FEW_ROWS = 2
 """Per rank; among more, a row that is not full hardly weighs."""
 
@@ -37,23 +42,10 @@ class Packing:
     num_shapes: int = 8
     """A row is padded to a multiple of `row_tokens / num_shapes`, so that one that is not full costs less; 1: all rows
     are of one shape."""
-    attention_tokens: int = 16384
-    """Length of a sample at which attention costs as much as the rest of its forward pass: about 12 x the model's
-    hidden size (per layer and token, 24 hidden^2 operations in the projections, 2 length x hidden in causal attention).
-    """
 
     def __post_init__(self) -> None:
-        if min(self.row_tokens, self.num_ranks, self.num_shapes, self.attention_tokens) < 1:
+        if min(self.row_tokens, self.num_ranks, self.num_shapes) < 1:
             raise ValueError(f"a packing needs numbers above 0: {self}")
-
-    def costs(self, lengths: Int32Array) -> NDArray[np.float64]:
-        """[num_samples], in tokens of a very short sample: linear in the length, and quadratic for attention.
-
-        >>> Packing(row_tokens=32, attention_tokens=16).costs(np.array([4, 16], np.int32)).tolist()
-        [5.0, 32.0]
-        """
-        tokens = lengths.astype(np.float64)
-        return tokens + tokens**2 / self.attention_tokens
 
     def shapes(self, row_lengths: NDArray[np.int64]) -> Int32Array:
         """[num_rows]: what rows of so many tokens are padded to.
@@ -65,6 +57,16 @@ class Packing:
         multiples = np.maximum(1, -(-row_lengths // step)) * step
         shapes: Int32Array = np.minimum(multiples, self.row_tokens).astype(np.int32)
         return shapes
+
+
+def sample_costs(lengths: Int32Array) -> NDArray[np.float64]:
+    """[num_samples], in tokens of a very short sample: linear in the length, and quadratic for attention.
+
+    >>> sample_costs(np.array([4096, 16384], np.int32)).tolist()
+    [5120.0, 32768.0]
+    """
+    tokens = lengths.astype(np.float64)
+    return tokens + tokens**2 / ATTENTION_TOKENS
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -102,7 +104,7 @@ def plan_rows(lengths: Sequence[int] | Int32Array, packing: Packing) -> Generato
     lengths = np.asarray(lengths, np.int32)
     if len(lengths) and int(lengths.max()) > packing.row_tokens:
         raise ValueError(f"a sample of {int(lengths.max())} tokens does not fit a row of {packing.row_tokens}")
-    costs = packing.costs(lengths)
+    costs = sample_costs(lengths)
     rows = yield from _fill_evenly(lengths, costs.tolist(), packing)
     _split_rows(rows, -len(rows) % packing.num_ranks, costs.tolist())
     yield
