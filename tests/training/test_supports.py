@@ -25,7 +25,7 @@ from tailrace.records import (
 )
 from tailrace.training.losses import Divisor, Loss, LossTokens, load_components
 from tailrace.training.losses.supports import TokenSupports
-from tailrace.training.model.head import LogprobHead, score_logits
+from tailrace.training.model.head import LogprobHead, loss_of_logits
 from tailrace.training.model.policy_model import PolicyModel
 from tailrace.training.rows.micro_batch import MicroBatch
 from tailrace.training.settings.losses import ClippedRatioSettings
@@ -87,14 +87,19 @@ def test_values_and_gradients_are_those_of_the_kept_logits_alone(
             torch.testing.assert_close(found, wanted, rtol=0, atol=1e-10)
 
 
+def both(logprobs: Tensor, entropy: Tensor, tokens: LossTokens) -> tuple[Tensor, Tensor]:
+    return logprobs + entropy, torch.ones_like(tokens.targets, dtype=torch.bool)
+
+
 def test_whole_logits_are_restricted_alike_where_the_head_is_not_known() -> None:
     tokens = tokens_of([3, 2], 9)
     kept = [[int(target), (int(target) + 2) % 9] for target in tokens.targets[:-1]] + [[]]
     logits = torch.randn(5, 9, requires_grad=True)
-    found, expected = score_logits(logits, restricted(tokens, kept)), reference(logits.double(), tokens, kept)
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one.double(), other, rtol=0, atol=1e-5)
-    gradient, wanted = (torch.autograd.grad(sum(pair).sum(), logits)[0] for pair in (found, expected))
+    output = loss_of_logits(both, logits, restricted(tokens, kept))
+    logprobs, entropy = reference(logits.double(), tokens, kept)
+    torch.testing.assert_close(output.logprobs.double(), logprobs.detach(), rtol=0, atol=1e-5)
+    torch.testing.assert_close(output.entropy.double(), entropy.detach(), rtol=0, atol=1e-5)
+    gradient, wanted = (torch.autograd.grad(total, logits)[0] for total in (output.total, (logprobs + entropy).sum()))
     torch.testing.assert_close(gradient, wanted, rtol=0, atol=1e-5)
     assert (gradient[0] != 0).sum() == 2
 

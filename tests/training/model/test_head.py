@@ -13,14 +13,7 @@ from torch import Tensor, nn
 from tailrace.models.heads import OutputHead
 from tailrace.training.losses import Loss, LossTokens, PointwiseLoss, load_loss
 from tailrace.training.losses.clipped_ratio import ClippedRatio
-from tailrace.training.model.head import (
-    CPU_CHUNK_BYTES,
-    GPU_CHUNK_BYTES,
-    LogitRule,
-    LogprobHead,
-    chunk_tokens,
-    logprobs_and_entropy,
-)
+from tailrace.training.model.head import CPU_CHUNK_BYTES, GPU_CHUNK_BYTES, LogprobHead, chunk_tokens
 from tailrace.training.settings.losses import ClippedRatioSettings
 from tests.training.losses.support import BUILT_IN, as_any_loss, settings_of
 
@@ -103,14 +96,6 @@ def test_values_and_gradients_are_those_of_whole_logits(
         assert torch.equal(output.kept, kept)
         for found, wanted in zip(gradients(head, hidden, output.total), expected, strict=True):
             torch.testing.assert_close(found, wanted, rtol=0, atol=1e-10)
-
-
-def test_second_derivatives_of_the_scores_alone_agree_with_finite_differences() -> None:
-    tokens = tokens_of([3, 4], 11)
-    hidden, weight = (torch.randn(n, 8, dtype=torch.float64, requires_grad=True) for n in (7, 11))
-    bias = torch.randn(11, dtype=torch.float64, requires_grad=True)
-    rule = LogitRule(tokens.targets, tokens.temperatures.reciprocal(), torch.float64, chunk=3, softcap=4.0)
-    assert torch.autograd.gradcheck(lambda *inputs: logprobs_and_entropy(*inputs, rule), (hidden, weight, bias))
 
 
 @pytest.mark.parametrize("loss", [DEFAULT, KeepsUnlikely()])

@@ -137,11 +137,6 @@ def loss_of_logits(loss: Loss, logits: Tensor, tokens: LossTokens) -> LossOutput
     return _apply_loss(loss, (*_logprobs_and_entropy_of(scores, tokens), losses), tokens, judged)
 
 
-def score_logits(logits: Tensor, tokens: LossTokens) -> tuple[Tensor, Tensor]:
-    """Differentiable log-probabilities and entropies where the head is not known; holds [tokens, vocabulary]."""
-    return _logprobs_and_entropy_of(_scores_of_logits(logits, tokens), tokens)
-
-
 def _scores_of_logits(logits: Tensor, tokens: LossTokens) -> Tensor:
     """[num_loss_tokens, vocabulary]: log-probabilities at the tokens' temperatures, over their supports."""
     scaled = logits.float() * tokens.temperatures.reciprocal()[:, None]
@@ -439,16 +434,6 @@ class _HeadGradients:
             None if gradient is None or tensor is None else gradient.to(tensor.dtype)
             for gradient, tensor in zip(found, tensors, strict=True)
         )
-
-
-def logprobs_and_entropy(hidden: Tensor, weight: Tensor, bias: Tensor | None, rule: LogitRule) -> tuple[Tensor, Tensor]:
-    """Differentiable log-probabilities of the targets and entropies, both [num_tokens].
-
-    Of hidden states [num_tokens, size], the head's weight [vocabulary, size] and bias. Kept for the backward pass are
-    the hidden states and two numbers per token.
-    """
-    logprobs, entropy, _ = _recomputing_head(hidden, weight, bias, rule, None)
-    return logprobs, entropy
 
 
 _recomputing_head: Callable[..., tuple[Tensor, Tensor, Tensor]] = _RecomputingHead.apply
