@@ -17,7 +17,7 @@ from tailrace.records import DISTILLATION_WEIGHTS, TEACHER_TOP_LOGPROBS, Batch
 from tailrace.training.losses import CandidateComponent, Divisor, Loss, LossTokens, add_up, load_components, load_loss
 from tailrace.training.model.head import LogprobHead, loss_of_logits
 from tailrace.training.model.policy_model import PolicyModel
-from tailrace.training.step.gradients import GradientPasses
+from tailrace.training.step.gradients import GradientPasses, RowOutput
 from tests.training.losses.support import draw_samples, settings_of
 from tests.training.model.test_head import gradients, make_head, reference, tokens_of
 from tests.training.test_trainer import make_trainer
@@ -190,6 +190,17 @@ def test_a_token_without_a_weight_harms_no_other_whatever_its_teacher_says(
     told[(batch.columns[DISTILLATION_WEIGHTS] == 0) & batch.loss_mask] = unusable
     passes.add(dataclasses.replace(batch, columns={**batch.columns, TEACHER_TOP_LOGPROBS: told}), 0)
     assert all(weight.grad is not None and weight.grad.isfinite().all() for weight in passes.weights)
+
+
+@pytest.mark.parametrize("added", [{}, {"distillation": {**TEACHER, "top_k": 5}}])
+def test_of_a_token_13_bytes_are_kept_until_the_step_is_over(added: dict[str, Any]) -> None:
+    given = settings_of("clipped_ratio", **added)
+    policy = PolicyModel(tiny_model("qwen3"), native_kernels=False)
+    passes = GradientPasses(policy, load_loss(given), Divisor.of_loss(given), components=load_components(given))
+    batch, outputs = taught(build_batch(), 5), list[RowOutput]()
+    passes.add(batch, 0, outputs)
+    kept = [column for one in outputs for column in one.output[1:] if column is not None]
+    assert sum(column.nbytes for column in kept) == 13 * batch.loss_mask.sum()
 
 
 def batch_with(step: int, top_k: int) -> Batch:

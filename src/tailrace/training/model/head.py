@@ -56,9 +56,9 @@ class LossOutput(NamedTuple):
     kept: Tensor
     logprobs: Tensor
     entropy: Tensor
-    candidate_losses: Tensor
-    """What a loss of candidates says, neither multiplied nor divided by anything. 0 without one, and for tokens without
-    a weight."""
+    candidate_losses: Tensor | None = None
+    """What a loss of candidates says, neither multiplied nor divided by anything; 0 for tokens without a weight. None
+    without such a loss."""
 
 
 def chunk_tokens(vocabulary: int, device: torch.device, chunk_bytes: int | None = None) -> int:
@@ -128,13 +128,13 @@ class LogprobHead:
 def loss_of_logits(loss: Loss, logits: Tensor, tokens: LossTokens) -> LossOutput:
     """Apply `loss` where the head is not known; holds [num_loss_tokens, vocabulary] several times."""
     scores = _scores_of_logits(logits, tokens)
-    judged = _JudgedCandidates.of(loss, tokens)
-    losses = torch.zeros_like(scores[:, 0])
+    logprobs, entropy = scores.gather(1, tokens.targets[:, None]).squeeze(1), -(scores.exp() * scores).sum(-1)
+    judged, candidate_losses = _JudgedCandidates.of(loss, tokens), None
     if judged is not None:
-        token_ids, losses, slopes = judged.judge(scores.detach(), torch.zeros_like(losses), slice(0, len(scores)))
+        token_ids, losses, slopes = judged.judge(scores.detach(), torch.zeros_like(logprobs), slice(0, len(scores)))
         found = scores.gather(1, token_ids)
-        losses = losses + (slopes * (found - found.detach())).sum(1)
-    return _apply_loss(loss, (*_logprobs_and_entropy_of(scores, tokens), losses), tokens, judged)
+        candidate_losses = losses + (slopes * (found - found.detach())).sum(1)
+    return _apply_loss(loss, (logprobs, entropy, candidate_losses), tokens, judged)
 
 
 def _scores_of_logits(logits: Tensor, tokens: LossTokens) -> Tensor:
@@ -145,21 +145,18 @@ def _scores_of_logits(logits: Tensor, tokens: LossTokens) -> Tensor:
     return torch.log_softmax(scaled, dim=-1)
 
 
-def _logprobs_and_entropy_of(scores: Tensor, tokens: LossTokens) -> tuple[Tensor, Tensor]:
-    return scores.gather(1, tokens.targets[:, None]).squeeze(1), -(scores.exp() * scores).sum(-1)
-
-
 def _apply_loss(
-    loss: Loss, scores: tuple[Tensor, Tensor, Tensor], tokens: LossTokens, judged: _JudgedCandidates | None
+    loss: Loss, scores: tuple[Tensor, Tensor, Tensor | None], tokens: LossTokens, judged: _JudgedCandidates | None
 ) -> LossOutput:
     """Apply `loss` to log-probabilities and entropies, and add the losses of candidates; all are differentiable."""
     logprobs, entropy, candidate_losses = scores
     losses, kept = loss(logprobs, entropy, tokens)
     losses = losses.where(kept, 0.0)
-    if judged is not None:
+    if judged is not None and candidate_losses is not None:
         losses = losses + candidate_losses * judged.factors(candidate_losses)
-    columns = (losses, kept, logprobs, entropy, candidate_losses)
-    return LossOutput(losses.sum(), *(column.detach() for column in columns))
+        candidate_losses = candidate_losses.detach()
+    columns = (losses.detach(), kept.detach(), logprobs.detach(), entropy.detach())
+    return LossOutput(losses.sum(), *columns, candidate_losses)
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,15 +277,16 @@ class _RecomputingHead(torch.autograd.Function):
         bias: Tensor | None,
         rule: LogitRule,
         judged: _JudgedCandidates | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         head = _Head(hidden, weight, bias, rule)
         logprobs, entropy, normaliser = (head.new_column() for _ in range(3))
-        candidate_losses, found = torch.zeros_like(logprobs), list[tuple[Tensor, Tensor]]()
+        candidate_losses = None if judged is None else head.new_column()
+        found = list[tuple[Tensor, Tensor]]()
 
         def score(where: slice) -> None:
             logits, _, _ = head.logits(where)
             logprobs[where], entropy[where], normaliser[where], _ = rule.normalise(logits, rule.targets[where, None])
-            if judged is not None:
+            if judged is not None and candidate_losses is not None:
                 token_ids, candidate_losses[where], slopes = judged.judge(logits, normaliser[where], where)
                 found.append((token_ids, slopes))
 
@@ -340,11 +338,11 @@ class _PointwiseHead(torch.autograd.Function):
         loss: PointwiseLoss,
         tokens: LossTokens,
         judged: _JudgedCandidates | None,
-    ) -> tuple[Tensor, ...]:
+    ) -> tuple[Tensor | None, ...]:
         head = _Head(hidden, weight, bias, rule)
         found = _HeadGradients(head, ctx.needs_input_grad, rule.products)
         losses, logprobs, entropy = (head.new_column() for _ in range(3))
-        candidate_losses = torch.zeros_like(losses)
+        candidate_losses = None if judged is None else head.new_column()
         kept = torch.empty_like(losses, dtype=torch.bool)
 
         def add(where: slice) -> None:
@@ -354,7 +352,7 @@ class _PointwiseHead(torch.autograd.Function):
             each, derivatives, keeps = loss.with_derivative(logprobs[where], tokens.part(where))
             losses[where], kept[where] = each.where(keeps, 0.0), keeps
             slope = shares = derivatives.where(keeps, 0.0)[:, None] * scales
-            if judged is not None:
+            if judged is not None and candidate_losses is not None:
                 token_ids, candidate_losses[where], slopes = judged.judge(logits, normaliser, where)
                 factors = judged.factors(losses, where)
                 losses[where] += candidate_losses[where] * factors
@@ -366,7 +364,7 @@ class _PointwiseHead(torch.autograd.Function):
         rule.for_each_chunk(add)
         ctx.save_for_backward(*found.of(hidden, weight, bias))
         columns = (losses, kept, logprobs, entropy, candidate_losses)
-        ctx.mark_non_differentiable(*columns)
+        ctx.mark_non_differentiable(*(column for column in columns if column is not None))
         return losses.sum(), *columns
 
     @staticmethod
@@ -436,5 +434,5 @@ class _HeadGradients:
         )
 
 
-_recomputing_head: Callable[..., tuple[Tensor, Tensor, Tensor]] = _RecomputingHead.apply
-_pointwise_head: Callable[..., tuple[Tensor, ...]] = _PointwiseHead.apply
+_recomputing_head: Callable[..., tuple[Tensor, Tensor, Tensor | None]] = _RecomputingHead.apply
+_pointwise_head: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]] = _PointwiseHead.apply

@@ -31,6 +31,7 @@ class ComponentSums:
                 losses, _, kept = component.with_derivative(output.logprobs, tokens)
                 measures = component.measure(output.logprobs, tokens)
             else:
+                assert output.candidate_losses is not None  # of a loss with a component of candidates
                 measures, weights, kept = output.candidate_losses, component.weights(tokens), component.weighs(tokens)
                 losses = measures if weights is None else measures * weights.to(measures.dtype)
             columns += [losses.where(kept, 0.0).double(), kept.double(), measures.where(kept, 0.0).double()]

@@ -175,8 +175,10 @@ class GradientPasses:
     def _of_rewards(self, output: LossOutput, micro_batch: MicroBatch) -> LossOutput:
         """What the loss alone says of its tokens, without components and what they alone bear."""
         tokens = micro_batch.tokens
+        columns: tuple[Tensor, ...] = (output.losses, output.kept, output.logprobs, output.entropy)
         if (places := tokens.reward_places) is not None:
-            output = LossOutput(output.total, *(column[places] for column in output[1:]))
+            columns = tuple(column[places] for column in columns)
+        output = LossOutput(output.total, *columns)
         if (rewarded := tokens.of_rewards()).is_nothing:
             return output
         losses, kept = self._loss(output.logprobs, output.entropy, rewarded)
