@@ -141,6 +141,36 @@ async def test_what_is_no_http_is_refused(renderer: ChatRenderer) -> None:
         await assert_serves(talk)
 
 
+@pytest.mark.parametrize("pause_at", [None, "head", "body"])
+@pytest.mark.parametrize("wish", ["h2c", "websocket"])
+async def test_a_client_that_asks_for_another_protocol_is_answered_in_this_one(
+    renderer: ChatRenderer, wish: str, pause_at: str | None
+) -> None:
+    """Java's own client and `curl --http2` ask for HTTP/2 with each request."""
+    body = json.dumps(ASKS).encode()
+    lines = ["Connection: Upgrade, HTTP2-Settings", f"Upgrade: {wish}", "HTTP2-Settings: AAEAAEAAAAIAAAAA"]
+    async with served(renderer) as talk:
+        reader, writer = await connected(talk)
+        wishing = head(talk, "Content-Type: application/json", f"Content-Length: {len(body)}", *lines)
+        last = head(talk, "Content-Type: application/json", f"Content-Length: {len(body)}", "Connection: close")
+        place = {None: 0, "head": len(wishing) - 30, "body": len(wishing) + 5}[pause_at]
+        for part in (wishing + body)[:place], (wishing + body)[place:] + last + body:
+            writer.write(part)
+            await asyncio.sleep(0.05)  # so that it is read apart
+        answers = (await until_closed(reader)).split(b"HTTP/1.1 ")[1:]
+    assert [answer.partition(b" ")[0] for answer in answers] == [b"200", b"200"]
+    assert talk.rollout.turns == 2
+
+
+async def test_whoever_asks_for_a_tunnel_is_refused(renderer: ChatRenderer) -> None:
+    async with served(renderer) as talk:
+        for target in ("elsewhere:80", CHAT):
+            reader, writer = await connected(talk)
+            writer.write(f"CONNECT {target} HTTP/1.1\r\nHost: x\r\nUpgrade: h2c\r\n\r\n".encode() * 3)
+            assert (await until_closed(reader)).startswith(b"HTTP/1.1 400")
+        await assert_serves(talk)
+
+
 async def test_a_client_that_never_reads_is_cut_off_and_its_rollout_goes_on(renderer: ChatRenderer) -> None:
     long = Sampled(renderer.tokenizer.encode("Ada and Bob " * 40_000))
     sampling: dict[str, Any] = {"client_timeout_s": 2}
