@@ -91,6 +91,32 @@ async def test_parallel_tool_calls_go_out_and_their_results_come_back_on_one_bra
     talk.assert_recorded_as_sampled()
 
 
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("more", [{}, {"tools": [ADD], "tool_choice": "none"}])
+@pytest.mark.parametrize("model", ["hermes", "qwen3"])
+async def test_calls_that_no_tool_was_offered_for_are_text_that_comes_back_as_sampled(
+    renderer_of: Callable[[str], ChatRenderer], model: str, more: dict[str, Any], streams: bool
+) -> None:
+    """For agents that ask for calls in their prompt, and read them themselves."""
+    said = f"So: {CALLS} Then."
+    replies = [f"<think>hm</think>{said}", "4"]
+    async with served(renderer_of(model), replies, max_tokens=256) as talk, client_of(talk) as client:
+        asked: dict[str, Any] = {"model": "any", "messages": [user("1 + 2?")], **more}
+        if streams:
+            async with client.chat.completions.stream(**asked) as stream:
+                first: Any = await stream.get_final_completion()
+        else:
+            first = await client.chat.completions.create(**asked)
+        choice = first.choices[0]
+        asked["messages"] += [{"role": "assistant", "content": choice.message.content}, user("It is 3.")]
+        await client.chat.completions.create(**asked)
+    assert (choice.message.content, choice.message.reasoning_content) == (said, "hm")
+    assert (choice.message.tool_calls or [], choice.finish_reason) == ([], "stop")
+    assert len(talk.rollout.branches) == 1
+    assert talk.rollout.metrics["malformed_tool_calls"] == talk.rollout.metrics["tool_calls"] == 0
+    talk.assert_recorded_as_sampled()
+
+
 async def test_tokens_are_streamed_as_they_are_sampled(renderer: ChatRenderer) -> None:
     async with served(renderer, ["Ada and Bob"], stepwise=True) as talk, client_of(talk) as client:
         stream = await _started(talk, client)

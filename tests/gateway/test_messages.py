@@ -91,6 +91,17 @@ async def test_parallel_calls_go_out_and_their_results_come_back_on_one_branch(
     assert_one_branch(talk)
 
 
+async def test_calls_that_no_tool_was_offered_for_are_text(hermes: ChatRenderer) -> None:
+    async with served(hermes, [CALLS, "7"], max_tokens=256) as talk, client_of(talk) as client:
+        asked: dict[str, Any] = {**asks("1 + 2, 3 + 4?"), "max_tokens": 256}
+        first = await client.messages.create(**asked)
+        asked["messages"] += [{"role": "assistant", "content": first.content}, user("3, 7.")]
+        await client.messages.create(**asked)
+    assert [block.to_dict() for block in first.content] == [{"type": "text", "text": CALLS}]
+    assert first.stop_reason == "end_turn"
+    assert_one_branch(talk)
+
+
 async def test_a_failed_call_and_what_the_user_says_after_results_are_told(hermes: ChatRenderer) -> None:
     call: Any = {"type": "tool_use", "id": "t1", "name": "add", "input": {"a": 1, "b": 2}}
     result: Any = {"type": "tool_result", "tool_use_id": "t1", "content": "no such tool", "is_error": True}

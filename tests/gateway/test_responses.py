@@ -82,6 +82,16 @@ async def test_parallel_calls_go_out_and_their_results_come_back_on_one_branch(
     assert_one_branch(talk)
 
 
+async def test_calls_that_no_tool_was_offered_for_are_text(hermes: ChatRenderer) -> None:
+    async with served(hermes, [CALLS, "7"], max_tokens=256) as talk, client_of(talk) as client:
+        items: list[Any] = [{"role": "user", "content": "1 + 2, 3 + 4?"}]
+        first = await client.responses.create(model="any", input=items)
+        items += [*first.output, {"role": "user", "content": "3, 7."}]
+        await client.responses.create(model="any", input=items)
+    assert first.output_text == CALLS
+    assert_one_branch(talk)
+
+
 async def test_text_is_streamed_as_it_comes(renderer: ChatRenderer) -> None:
     async with served(renderer, ["Ada and Bob"], stepwise=True) as talk, client_of(talk) as client:
         said, sequence = "", []

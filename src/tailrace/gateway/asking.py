@@ -33,6 +33,7 @@ def chat(session: Session, request: ChatRequest) -> Ask:
             stop=request.stop,
             seed=request.seed if own else None,
             on_text=turn.hear if request.streams else None,
+            reads_calls=request.tools is not None,
         )
         answered = with_call_ids(with_forced_calls(reply, request.form), turn.answer_id)
         session.conversations.keep(turn.answer_id, request, asked, answered.message)

@@ -150,11 +150,13 @@ class RolloutPolicy:
         stop: Sequence[str] = (),
         seed: int | None = None,
         on_text: Callable[[str], None] | None = None,
+        reads_calls: bool = True,
     ) -> Reply:
         """One turn: sample the next message of `messages`.
 
         `on_text` hears the reply's text while it is sampled, as far as it is sure: tools make that nothing. A `seed` is
-        this turn's own; rollouts of a group differ all the same.
+        this turn's own; rollouts of a group differ all the same. Unless it `reads_calls`, tool calls of the reply are
+        its text.
 
         Raises:
             BudgetExceeded: No turn or token is left for it.
@@ -176,7 +178,7 @@ class RolloutPolicy:
             hears = None if on_text is None or tools else self._text_deltas(on_text, request, stop)
         completion = await self._sample(asked, request, task, listener, hears)
         with phase("parse"):
-            return self._record(asked, request.prompt_token_ids, completion, listener)
+            return self._record(asked, request.prompt_token_ids, completion, listener, reads_calls=reads_calls)
 
     async def continue_tokens(
         self,
@@ -462,11 +464,19 @@ class RolloutPolicy:
         )
 
     def _record(
-        self, asked: AskedTurn, prompt: Int32Array, completion: Completion, listener: StopStrings | None
+        self,
+        asked: AskedTurn,
+        prompt: Int32Array,
+        completion: Completion,
+        listener: StopStrings | None,
+        *,
+        reads_calls: bool = True,
     ) -> Reply:
         """Read the reply, then put it on its branch: one that cannot be read leaves nothing there."""
         conversation, branch = asked.conversation, asked.conversation.branch
-        parsed = self._renderer.parse(completion, prompt_token_ids=prompt, tools=conversation.tools)
+        parsed = self._renderer.parse(
+            completion, prompt_token_ids=prompt, tools=conversation.tools, reads_calls=reads_calls
+        )
         drifted = self._renderer.drifts(completion)
         message = parsed.message()
         if listener is not None:

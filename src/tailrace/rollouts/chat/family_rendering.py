@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from copy import copy
+from itertools import takewhile
 from typing import Any, Literal
 
 from tailrace.errors import ModelError
@@ -34,8 +35,8 @@ _PROBE: list[Message] = [{"role": "user", "content": "Hello?"}]
 class FamilyRendering:
     """Conversations to tokens by a renderer that mirrors one family's template and knows its tool-call format."""
 
-    def __init__(self, renderer: Any, family: str) -> None:
-        self._renderer, self.family = renderer, family
+    def __init__(self, renderer: Any, family: str, tokenizer: ChatTokenizer) -> None:
+        self._renderer, self.family, self._tokenizer = renderer, family, tokenizer
         self.stop_token_ids: tuple[int, ...] = tuple(renderer.get_stop_token_ids())
 
     def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Json]] | None) -> list[int]:
@@ -72,10 +73,18 @@ class FamilyRendering:
         return whole[len(prompt_ids) :] if whole[: len(prompt_ids)] == prompt_ids else None
 
     def parse(
-        self, token_ids: list[int], *, prompt_ids: list[int], tools: Sequence[Mapping[str, Json]] | None
+        self,
+        token_ids: list[int],
+        *,
+        prompt_ids: list[int],
+        tools: Sequence[Mapping[str, Json]] | None,
+        reads_calls: bool,
     ) -> ParsedReply:
-        """What a completion says."""
+        """What a completion says. Raises `ValueError` and `RecursionError` for calls of a size that nobody reads."""
         parsed = self._renderer.parse_response(token_ids, tools=tools, prompt_ids=prompt_ids)
+        if not reads_calls and parsed.tool_calls:
+            text = self._text_from_calls(token_ids, parsed.tool_calls)
+            return ParsedReply(parsed.content + text, parsed.reasoning_content)
         content, malformed = parsed.content, 0
         calls: list[ToolCall] = []
         for attempt in parsed.tool_calls:
@@ -88,6 +97,15 @@ class FamilyRendering:
             else:
                 calls.append(call)
         return ParsedReply(content, parsed.reasoning_content, calls, malformed)
+
+    def _text_from_calls(self, token_ids: list[int], attempts: Sequence[Any]) -> str:
+        """The rest of a completion from the first of its calls on, and the white space before that."""
+        span = attempts[0].token_span
+        if span is None:  # its family's parser reads text
+            return "".join(attempt.raw for attempt in attempts)
+        token_ids = list(takewhile(lambda token_id: token_id not in self.stop_token_ids, token_ids))
+        before = self._tokenizer.decode(token_ids[: span[0]])
+        return before[len(before.rstrip()) :] + self._tokenizer.decode(token_ids[span[0] :])
 
     def _named(self, messages: Sequence[Message]) -> list[Message]:
         """The messages; tools' results with the name of the function that was called, where the family writes it."""
@@ -139,7 +157,7 @@ def _made(tokenizer: ChatTokenizer, name: str, thinking_retention: Literal["all"
     config = AutoRendererConfig(thinking_retention="all" if thinking_retention == "all" else None)
     options = {"conversation_start_date": TODAY.strftime("%Y-%m-%d")} if family == _HARMONY else None
     try:
-        return FamilyRendering(create_renderer(named, config, chat_template_kwargs=options), family)
+        return FamilyRendering(create_renderer(named, config, chat_template_kwargs=options), family, tokenizer)
     except RuntimeError as error:
         raise ModelError(
             f"{tokenizer.name_or_path}: the vocabulary of its renderer cannot be fetched ({error}); without a network, "

@@ -70,9 +70,14 @@ class Renderer(Protocol):
         """
 
     def parse(
-        self, completion: Completion, *, prompt_token_ids: Int32Array, tools: Sequence[ToolSpec] | None = None
+        self,
+        completion: Completion,
+        *,
+        prompt_token_ids: Int32Array,
+        tools: Sequence[ToolSpec] | None = None,
+        reads_calls: bool = True,
     ) -> ParsedReply:
-        """What the policy said in a turn whose prompt was `prompt_token_ids`."""
+        """What the policy said in a turn whose prompt was `prompt_token_ids`; calls that are not read are its text."""
 
     def drifts(self, completion: Completion) -> bool:
         """Whether the reply's text would be tokenized otherwise than it was sampled."""
@@ -216,15 +221,25 @@ class ChatRenderer(Renderer):
 
     @override
     def parse(
-        self, completion: Completion, *, prompt_token_ids: Int32Array, tools: Sequence[ToolSpec] | None = None
+        self,
+        completion: Completion,
+        *,
+        prompt_token_ids: Int32Array,
+        tools: Sequence[ToolSpec] | None = None,
+        reads_calls: bool = True,
     ) -> ParsedReply:
         if self._family is not None:
             token_ids: list[int] = completion.token_ids.tolist()
+            prompt_ids: list[int] = prompt_token_ids.tolist()
             try:
-                return self._family.parse(token_ids, prompt_ids=prompt_token_ids.tolist(), tools=_envelopes(tools))
+                return self._family.parse(
+                    token_ids, prompt_ids=prompt_ids, tools=_envelopes(tools), reads_calls=reads_calls
+                )
             except (ValueError, RecursionError):  # a number of thousands of digits, lists without end
-                return ParsedReply(self._read(completion)[1], malformed_tool_calls=1)
-        return read_reply(self._read(completion)[1], prompt_opens_reasoning=self._opens_reasoning(prompt_token_ids))
+                return ParsedReply(self._read(completion)[1], malformed_tool_calls=int(reads_calls))
+        opens_reasoning = self._opens_reasoning(prompt_token_ids)
+        text = self._read(completion)[1]
+        return read_reply(text, prompt_opens_reasoning=opens_reasoning, reads_calls=reads_calls)
 
     @override
     def drifts(self, completion: Completion) -> bool:

@@ -44,8 +44,8 @@ class ParsedReply(msgspec.Struct, frozen=True):
         return message
 
 
-def read_reply(text: str, *, prompt_opens_reasoning: bool = False) -> ParsedReply:
-    """Split a reply's text (stop token already taken off).
+def read_reply(text: str, *, prompt_opens_reasoning: bool = False, reads_calls: bool = True) -> ParsedReply:
+    """Split a reply's text (stop token already taken off); unless it `reads_calls` they stay text.
 
     >>> reply = read_reply('<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
     >>> reply.tool_calls[0]["function"]
@@ -54,7 +54,7 @@ def read_reply(text: str, *, prompt_opens_reasoning: bool = False) -> ParsedRepl
     1
     """
     reasoning, text = _split_reasoning(text, prompt_opens_reasoning)
-    if _CALL not in text:
+    if _CALL not in text or not reads_calls:
         return ParsedReply(content=text, reasoning=reasoning)
     kept: list[str] = []
     calls: list[ToolCall] = []
