@@ -117,6 +117,20 @@ async def test_calls_that_no_tool_was_offered_for_are_text_that_comes_back_as_sa
     talk.assert_recorded_as_sampled()
 
 
+async def test_what_litellm_adds_to_messages_changes_nothing(renderer: ChatRenderer) -> None:
+    async with served(renderer, ["Ada", "Bob"]) as talk:
+        reply = (await post(talk, asks())).json()["choices"][0]["message"]
+        reply |= {
+            "provider_specific_fields": {"refusal": None},
+            "annotations": [{"type": "url_citation"}],
+            "thinking_blocks": [{"type": "thinking", "thinking": "", "signature": "s"}],
+        }
+        more = {**user("and?"), "cache_control": {"type": "ephemeral"}}
+        second = await post(talk, {"model": "m", "messages": [user("who?"), reply, more]})
+    assert second.status_code == 200, second.text
+    assert len(talk.rollout.branches) == 1
+
+
 async def test_tokens_are_streamed_as_they_are_sampled(renderer: ChatRenderer) -> None:
     async with served(renderer, ["Ada and Bob"], stepwise=True) as talk, client_of(talk) as client:
         stream = await _started(talk, client)

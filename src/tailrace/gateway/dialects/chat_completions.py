@@ -45,6 +45,8 @@ _WITHOUT_EFFECT = frozenset(
         *("prompt_cache_retention", "prompt_cache_options"),
     }
 )
+_MESSAGE_WITHOUT_EFFECT = frozenset({"provider_specific_fields", "annotations", "thinking_blocks", "cache_control"})
+"""Of messages: what clients of many providers hand back, and nothing that the policy reads."""
 _NEUTRAL: Mapping[str, tuple[Json, ...]] = {
     "n": (1,),
     "frequency_penalty": (0,),
@@ -258,7 +260,7 @@ def _assistant(given: Mapping[str, Json], name: str) -> Message:
 
 def _require_known(message: Mapping[str, Json], known: tuple[str, ...], name: str) -> None:
     for field, value in message.items():
-        if field not in known and value not in _EMPTY:
+        if field not in known and field not in _MESSAGE_WITHOUT_EFFECT and value not in _EMPTY:
             raise RequestInvalid(f"{name}.{field} is not supported: leave it out", parameter=f"{name}.{field}")
 
 
