@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
 
+from tailrace.config.gateway import GatewaySettings
 from tailrace.environments import EnvironmentSpec, Offer, brought_tasks, outside_agent
 from tailrace.environments.rows import ClientRow
 from tailrace.errors import ClientLost, EnvironmentFailed, InvalidReward, RolloutTimeout, SettingsError
@@ -81,11 +84,11 @@ class Outside:
 
 @contextlib.asynccontextmanager
 async def offering(
-    renderer: ChatRenderer, *specs: EnvironmentSpec, delay_s: float = 0.0, **settings: Any
+    renderer: ChatRenderer, *specs: EnvironmentSpec, delay_s: float = 0.0, host: str = "127.0.0.1", **settings: Any
 ) -> AsyncIterator[Outside]:
     chosen = RolloutSettings.model_validate(settings)
     generate = ScriptedGenerate(renderer.tokenizer, ["Ada"], delay=lambda: delay_s)
-    async with Gateway() as gateway, httpx.AsyncClient() as client:
+    async with Gateway(GatewaySettings(host=host)) as gateway, httpx.AsyncClient() as client:
         await gateway.listen()
         environments = loaded(*specs, settings=chosen)
         async with Rollouter(
@@ -116,6 +119,20 @@ async def test_a_client_claims_plays_and_rewards_a_rollout(renderer: ChatRendere
         late = await run.ask(claimed)
         assert (late.status_code, "has ended" in late.text) == (410, True)
         assert (run.gateway.offers.held, run.gateway.sessions.offers.claims) == (0, 1)
+
+
+async def test_a_client_on_another_machine_is_told_addresses_of_this_one(renderer: ChatRenderer) -> None:
+    """`localhost` stands for a name that only the client knows."""
+    async with offering(renderer, outside(), host="0.0.0.0") as run:
+        running = await run.begin()
+        address = urlsplit(run.gateway.root_url)
+        assert run.gateway.public_url == f"http://{socket.gethostname()}:{address.port}"
+        claimed = (await run.post(f"http://localhost:{address.port}/rollouts", {})).json()
+        addresses = [claimed[name] for name in ("openai_base_url", "anthropic_base_url", "rollout_url")]
+        assert {urlsplit(one).netloc for one in addresses} == {f"localhost:{address.port}"}
+        assert (await run.ask(claimed)).status_code == 200
+        await run.report(claimed, 1.0)
+        assert (await running).reward is not None
 
 
 async def test_clients_bring_tasks_and_the_rollouts_of_a_group_are_about_one(renderer: ChatRenderer) -> None:

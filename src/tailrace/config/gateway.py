@@ -37,3 +37,8 @@ class GatewaySettings(BaseModel):
     keep_alive_s: float = Field(
         10.0, gt=0, description="Seconds of silence after which a stream gets a comment, so that no proxy closes it."
     )
+
+    @property
+    def is_everywhere(self) -> bool:
+        """Whether it listens at all addresses of this machine."""
+        return self.host in ("0.0.0.0", "::")

@@ -38,6 +38,7 @@ from tailrace.gateway.http import (
     Headers,
     begin_events,
     headers_of,
+    host_of,
     keys_of,
     read_json,
     repeatable,
@@ -48,6 +49,7 @@ from tailrace.gateway.http import (
     send_nothing,
     watching,
 )
+from tailrace.gateway.offers import at_host
 from tailrace.gateway.reports import read_report
 from tailrace.gateway.routes import TOKEN_COUNTS, TURNS
 from tailrace.gateway.sessions import Session, Sessions
@@ -369,6 +371,8 @@ class _Claims(_Exchange):
         if (rollout := claiming.result()) is None:
             await send_nothing(send)
             return 204
+        if self._shared.settings.is_everywhere and (host := host_of(headers)):
+            rollout = at_host(rollout, host)
         await send_bytes(send, rollout, b"application/json")
         return 200
 

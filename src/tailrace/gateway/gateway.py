@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
 CLOSE_S = 5.0
 """Seconds in which requests that still run may end when the gateway is closed."""
-_ANYWHERE = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}
+_EVERYWHERE = "0.0.0.0"
+_LOOPBACK = {_EVERYWHERE: "127.0.0.1", "::": "[::1]"}
 
 
 class Gateway(Endpoints):
@@ -62,8 +63,15 @@ class Gateway(Endpoints):
 
     @property
     def root_url(self) -> str:
-        """Where it listens; empty until it does."""
+        """Where this machine reaches it; empty until it listens."""
         return self._root_url
+
+    @property
+    def public_url(self) -> str:
+        """The same with this machine's name, for other machines, where it listens at all of its addresses."""
+        if self.settings.host != _EVERYWHERE:
+            return self._root_url
+        return self._root_url.replace(_LOOPBACK[_EVERYWHERE], socket.gethostname())
 
     @override
     def entry(self, worker: int) -> EndpointsEntry:
@@ -133,7 +141,7 @@ class Gateway(Endpoints):
             ) from error
         raise_file_limit()
         listener = _listener(settings)
-        host = _ANYWHERE.get(settings.host, f"[{settings.host}]" if ":" in settings.host else settings.host)
+        host = _LOOPBACK.get(settings.host, f"[{settings.host}]" if ":" in settings.host else settings.host)
         self._root_url = f"http://{host}:{listener.getsockname()[1]}"
         shared = GatewayContext(self.sessions, settings, self.tally, self._model)
         server = HttpServer(application(shared), listener, client_timeout_s=settings.client_timeout_s, close_s=CLOSE_S)

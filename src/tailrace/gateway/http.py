@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Any, TypeAlias
+from urllib.parse import urlsplit
 
 import msgspec
 import xxhash
@@ -36,6 +37,19 @@ def keys_of(headers: Headers) -> list[str]:
     if key := headers.get(b"x-api-key", b"").strip():
         found.append(key.decode("latin-1"))
     return found
+
+
+def host_of(headers: Headers) -> str | None:
+    """What the client calls this machine, as it stands in addresses; None where it does not say.
+
+    >>> host_of({b"host": b"[::1]:8000"}), host_of({b"host": b"there"}), host_of({})
+    ('[::1]', 'there', None)
+    """
+    try:
+        host = urlsplit(f"//{headers.get(b'host', b'').decode('latin-1')}").hostname
+    except ValueError:
+        return None
+    return f"[{host}]" if host and ":" in host else host
 
 
 async def read_json(

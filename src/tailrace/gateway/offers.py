@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 
 LONGEST_WAIT_S = 60.0
 """That a client may wait for a rollout in one request."""
+_ADDRESSES = ("openai_base_url", "anthropic_base_url", "rollout_url")
+"""Fields of what it is answered."""
 
 
 @dataclass(eq=False, slots=True)
@@ -247,6 +250,15 @@ async def _held(session: Session, offer: Offer) -> None:
                     f"task {offer.task.task_id}: the client that claimed it was not heard of for {offer.lease_s:g} s "
                     "(outside_agent(lease_s=...))"
                 ) from None
+
+
+def at_host(answer: bytes, host: str) -> bytes:
+    """What a client is answered that knows this machine as `host`."""
+    told = msgspec.json.decode(answer, type=dict[str, msgspec.Raw])
+    for name in _ADDRESSES:
+        url = urlsplit(msgspec.json.decode(told[name], type=str))
+        told[name] = msgspec.Raw(msgspec.json.encode(url._replace(netloc=f"{host}:{url.port}").geturl()))
+    return msgspec.json.encode(told)
 
 
 def _claim_answer(session: Session, offer: Offer) -> bytes:

@@ -47,7 +47,7 @@ async def offered(
     gateway.offers.environments = outside
     with contextlib.ExitStack() as files:
         with writing(path.parent):
-            access = {"url": gateway.root_url, "key": gateway.offers.key, "policy_key": policy_key}
+            access = {"url": gateway.public_url, "key": gateway.offers.key, "policy_key": policy_key}
             files.enter_context(announcement_file(path, json.dumps(access).encode()))
         yield [_outside_gauge(gateway)] if outside else []
 
@@ -69,5 +69,5 @@ def waits_for_clients(gateway: Gateway | None) -> str:
     count = sum(waiting.values())
     return (
         f"a client outside to claim one of {count} rollouts of {', '.join(sorted(waiting))} "
-        f"(POST {gateway.root_url}/rollouts; gateway.json in the run's folder has the key)"
+        f"(POST {gateway.public_url}/rollouts; gateway.json in the run's folder has the key)"
     )

@@ -106,7 +106,7 @@ async def _http(
     new_policy = asked_policies(renderer, generate, settings.max_model_tokens)
     async with Gateway(settings.gateway, model=settings.model.name) as gateway:
         await gateway.serve(key, new_policy)
-        say(f"HTTP clients are answered at {gateway.root_url} (OpenAI's: {gateway.root_url}/v1)")
+        say(f"HTTP clients are answered at {gateway.public_url} (OpenAI's: {gateway.public_url}/v1)")
         yield
 
 
