@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from tailrace.environments import EnvironmentSpec, Policy
-from tailrace.errors import EngineFailed
+from tailrace.errors import EngineFailed, RolloutError
 from tailrace.gateway import Gateway
 from tailrace.records import FinishReason, GroupId, RolloutId, SamplingParams, Task
 from tailrace.rollouts import ChatRenderer, Rollouter, RolloutSettings
@@ -275,6 +275,37 @@ async def test_a_retry_gets_the_first_answer_and_samples_nothing(
     assert '"content":"A' in answer
     assert talk.generate.begun == talk.rollout.turns == 1
     talk.assert_recorded_as_sampled()
+
+
+FIRST, AGAIN = {"x-stainless-retry-count": "0"}, {"x-stainless-retry-count": "1"}
+
+
+async def test_a_retry_of_one_of_several_equal_requests_is_not_given_the_answer_of_another(
+    renderer: ChatRenderer,
+) -> None:
+    async with served(renderer, ["Ada", RolloutError("it is lost"), "Bob"]) as talk:
+        answers = [await post(talk, asks(), **headers) for headers in (FIRST, FIRST, AGAIN)]
+    assert [answer.status_code for answer in answers] == [200, 503, 200]
+    assert answers[-1].json()["choices"][0]["message"]["content"] == "Bob"
+
+
+async def test_a_retry_of_the_one_of_several_equal_requests_whose_connection_broke_gets_its_answer(
+    renderer: ChatRenderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tailrace.gateway.turns.RETRY_S", 60.0)  # however slow the machine is
+    async with served(renderer, ["Ada", "Bob"], stepwise=True) as talk:
+        talk.generate.allow(len(renderer.tokenizer.encode("Ada")) + 1)
+        await post(talk, asks(), **FIRST)
+        broken = asyncio.create_task(post(talk, asks(), **FIRST))
+        await talk.generate.until(begun=2)
+        broken.cancel()
+        async with asyncio.timeout(30):
+            while not talk.gateway.tally.requests["chat", 0]:  # noqa: ASYNC110 - a count has no event
+                await asyncio.sleep(0.01)
+        talk.generate.allow(64)
+        answer = (await post(talk, asks(), **AGAIN)).json()
+    assert answer["choices"][0]["message"]["content"] == "Bob"
+    assert talk.generate.begun == 2
 
 
 async def test_the_same_request_twice_is_two_turns_unless_it_is_a_retry(renderer: ChatRenderer) -> None:

@@ -152,6 +152,7 @@ class _Turns(_Exchange, Generic[RequestT]):
         if answer is None:
             return 0
         await send_json(send, self._whole(request, answer))
+        client.was_sent_all()
         return 200
 
     async def _stream(self, client: _Client, events: Stream, send: Send) -> int:
@@ -166,6 +167,7 @@ class _Turns(_Exchange, Generic[RequestT]):
         if client.has_gone():
             return 0
         await send_events(send, b"", more=False)
+        client.was_sent_all()
         return 200
 
 
@@ -231,6 +233,10 @@ class _Client:
         """Its connection is closed."""
         self._has_gone = True
         self.turn.wake()
+
+    def was_sent_all(self) -> None:
+        """The answer is on its way; where the connection broke meanwhile, it may be asked for again."""
+        self.turn.is_delivered |= not self._has_gone
 
     async def answer(self) -> Answer | None:
         """Wait for it; None where the client has gone before. Raises `RequestInvalid` where there is none."""

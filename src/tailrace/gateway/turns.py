@@ -14,7 +14,7 @@ import logging
 import time
 import uuid
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
@@ -58,6 +58,8 @@ class Turn:
         self.heard: list[ReplyUpdate] = []
         """Of the reply, as far as it is known and streamed."""
         self.outcome: Answer | Failure | None = None
+        self.is_delivered = False
+        """A client was sent all of the answer."""
         self.repeatable, self.attempt = repeatable, repeatable.attempt or 0
         self._session, self._ask = session, ask
         self._clients = 0
@@ -70,6 +72,11 @@ class Turn:
     def is_worth_joining(self) -> bool:
         """Whether a retry gets from it what it would get from a new turn."""
         return not isinstance(self.outcome, Failure) and not self._task.cancelling()
+
+    @property
+    def is_missed(self) -> bool:
+        """Whether nobody was sent its answer, or waits for it."""
+        return not self.is_delivered and not self._clients
 
     def join(self) -> None:
         """One more client waits for it."""
@@ -184,13 +191,11 @@ class Turns:
             if any(turn.repeatable.body != repeatable.body for turn in same):
                 raise RequestInvalid("this Idempotency-Key was sent with another request", status=422)
             return next((turn for turn in same if turn.is_worth_joining), None)
-        if not repeatable.attempt:
+        turn = self._repeated(repeatable)
+        if turn is None or not turn.is_worth_joining:
             return None
-        for turn in self._worth_joining(repeatable.body):
-            if turn.attempt < repeatable.attempt:
-                turn.attempt = repeatable.attempt
-                return turn
-        return None
+        turn.attempt = repeatable.attempt or 0
+        return turn
 
     def cancel(self) -> None:
         """Nothing more is sampled."""
@@ -203,11 +208,23 @@ class Turns:
             await next(iter(self.running)).changed()
             await asyncio.sleep(0)
 
-    def _worth_joining(self, body: bytes) -> Iterable[Turn]:
-        for turn in self._remembered:
-            same = turn.repeatable.idempotency_key is None and turn.repeatable.body == body
-            if same and turn.is_worth_joining:
-                yield turn
+    def _repeated(self, repeatable: Repeatable) -> Turn | None:
+        """The turn that a request repeats by its count of attempts.
+
+        Agents ask the same several times over, to have several answers: of such turns it is the newest whose answer
+        nobody has got, and where all have theirs, another one than these.
+        """
+        earlier = [
+            turn
+            for turn in self._remembered
+            if turn.repeatable.idempotency_key is None
+            and turn.repeatable.body == repeatable.body
+            and turn.attempt < (repeatable.attempt or 0)
+        ]
+        missed = [turn for turn in earlier if turn.is_missed and turn.is_worth_joining]
+        if missed:
+            return missed[-1]
+        return earlier[0] if len(earlier) == 1 else None
 
 
 def _resolve(waiter: asyncio.Future[bool], has_changed: bool) -> None:
