@@ -434,6 +434,37 @@ async def test_turns_at_the_same_time_share_the_token_budget(renderer: ChatRende
     assert len(both) == 2
 
 
+async def test_a_turn_waits_where_others_may_take_all_that_is_left_of_the_token_budget(renderer: ChatRenderer) -> None:
+    prompt = len(renderer.render([user("a")]))
+    talk = Talk(renderer, ["Ada", RolloutError("lost"), "Cleo"], max_rollout_tokens=3 * prompt + 40)
+    first, lost, last = await asyncio.gather(
+        *(talk.policy.chat([user(question)]) for question in "abc"), return_exceptions=True
+    )
+    assert isinstance(lost, RolloutError)
+    assert [getattr(reply, "content", None) for reply in (first, last)] == ["Ada", "Cleo"]
+    assert talk.rollout.num_tokens <= 3 * prompt + 40
+    with pytest.raises(BudgetExceeded, match="max_rollout_tokens"):
+        await talk.policy.chat([user("the quick brown fox " * 99)])
+    assert talk.rollout.turns == 3
+
+
+async def test_a_turn_that_waits_for_tokens_of_the_budget_can_be_cancelled_and_ends_with_its_rollout(
+    renderer: ChatRenderer,
+) -> None:
+    prompt = len(renderer.render([user("a")]))
+    talk = Talk(renderer, max_rollout_tokens=prompt + 64)
+    talk.generate.delay = lambda: 60.0
+    turns = [asyncio.create_task(talk.policy.chat([user(question)])) for question in "abc"]
+    await asyncio.sleep(0)
+    turns[1].cancel()
+    await asyncio.wait({turns[1]}, timeout=5)
+    assert (turns[1].cancelled(), turns[2].done()) == (True, False)
+    talk.policy.close()
+    await asyncio.wait(turns, timeout=5)
+    assert all(turn.cancelled() for turn in turns)
+    assert talk.rollout.turns == 1
+
+
 async def test_a_prompt_longer_than_the_models_context_names_both_lengths(renderer: ChatRenderer) -> None:
     talk = Talk(renderer, max_model_tokens=16)
     with pytest.raises(BudgetExceeded, match=r"a prompt of \d\d+ tokens leaves no room in the model's context of 16"):

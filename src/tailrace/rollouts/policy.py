@@ -47,6 +47,7 @@ from tailrace.rollouts.chat.conversations import (
     AskedTurn,
     BranchConversation,
     Match,
+    Place,
     Turn,
     first_reply_place,
     longest_match,
@@ -102,6 +103,8 @@ class RolloutPolicy:
         """Tasks that wait for a completion."""
         self._reserved_tokens = 0
         """That completions being sampled may still add."""
+        self._released = asyncio.Event()
+        """Some of them are free again."""
 
     @property
     def rollout_id(self) -> RolloutId:
@@ -169,13 +172,12 @@ class RolloutPolicy:
         max_tokens, temperature, seed = plain_options(max_tokens, temperature, seed)
         messages, stop = self._with_system_prompt(as_text(messages)), stop_strings(stop)
         listener = listener_for(stop, self._renderer.text)
-        self._require_turn()
-        with phase("render"):
-            conversation, context = self._locate(messages, tools, self._branch_temperature(temperature))
-            limit = self._completion_limit(conversation, len(context), max_tokens)
-            asked = self._begin_turn(conversation, context, messages)
-            request = self._request(asked, limit, seed)
-            hears = None if on_text is None or tools else self._text_deltas(on_text, request, stop)
+
+        def locate() -> Place:
+            return self._locate(messages, tools, self._branch_temperature(temperature))
+
+        asked, request = await self._begun(task, locate, max_tokens, seed)
+        hears = None if on_text is None or tools else self._text_deltas(on_text, request, stop)
         completion = await self._sample(asked, request, task, listener, hears)
         with phase("parse"):
             return self._record(asked, request.prompt_token_ids, completion, listener, reads_calls=reads_calls)
@@ -205,18 +207,14 @@ class RolloutPolicy:
         if stop_token_ids is not None:
             stop_token_ids = plain_stop_token_ids(stop_token_ids)
         listener = listener_for(stop_strings(stop), self._renderer.text)
-        self._require_turn()
-        with phase("render"):
-            temperature = self._branch_temperature(temperature)
-            conversation, shared = self._locate_tokens(token_ids, temperature)
-            context = token_ids[shared:]
-            limit = self._completion_limit(conversation, len(context), max_tokens)
-            said: Message = {"role": "user", "content": self._renderer.text(context.tolist())}
-            asked = self._begin_turn(conversation, context, [*conversation.messages, said])
-            request = self._request(asked, limit, seed)
-            if stop_token_ids is not None:
-                sampling = msgspec.structs.replace(request.sampling, stop_token_ids=stop_token_ids)
-                request = replace(request, sampling=sampling)
+
+        def locate() -> Place:
+            return self._locate_tokens(token_ids, self._branch_temperature(temperature))
+
+        asked, request = await self._begun(task, locate, max_tokens, seed)
+        if stop_token_ids is not None:
+            sampling = msgspec.structs.replace(request.sampling, stop_token_ids=stop_token_ids)
+            request = replace(request, sampling=sampling)
         completion = await self._sample(asked, request, task, listener, on_chunk if listener is None else None)
         with phase("parse"):
             return self._record(asked, request.prompt_token_ids, completion, listener)
@@ -288,32 +286,34 @@ class RolloutPolicy:
 
     # ---- where the conversation goes on
 
-    def _locate(
-        self, messages: list[Message], tools: list[ToolSpec] | None, temperature: float | None
-    ) -> tuple[BranchConversation, Int32Array]:
+    def _locate(self, messages: list[Message], tools: list[ToolSpec] | None, temperature: float | None) -> Place:
         """The branch to extend and the context to extend it with."""
         match = longest_match(self._conversations, messages, tools)
         if match is not None:
             context = self._bridge(match, messages, tools)
             if context is not None:
-                self._count("realigned_turns", float(match.realigned))
+                counts = {"realigned_turns": float(match.realigned)}
                 if match.is_tip and match.conversation.branch.temperature == temperature:
-                    return match.conversation, context
-                return self._fork(match, messages, tools, temperature), context
-        if self._conversations and any(message["role"] == "assistant" for message in messages):
-            self._count("rewritten_turns", 1)
-        return self._open(tools, temperature), self._renderer.render(messages, tools)
+                    return Place(match.conversation, context, messages, counts)
+                if _has_reply(messages[match.turn.num_messages :]):
+                    counts["rewritten_turns"] = 1.0
+                return Place(self._fork(match, tools, temperature), context, messages, counts)
+        counts = {"rewritten_turns": 1.0} if self._conversations and _has_reply(messages) else {}
+        return Place(self._open(tools, temperature), self._renderer.render(messages, tools), messages, counts)
 
-    def _locate_tokens(self, token_ids: Int32Array, temperature: float | None) -> tuple[BranchConversation, int]:
-        """The branch to extend, and how many of the tokens it has already."""
+    def _locate_tokens(self, token_ids: Int32Array, temperature: float | None) -> Place:
+        """The branch to extend, and the tokens that it does not have already."""
         match = longest_prefix(self._conversations, token_ids)
-        if match is None:
-            return self._open(None, temperature), 0
-        if match.is_tip and match.conversation.branch.temperature == temperature:
-            return match.conversation, match.turn.end_token
-        conversation = self._open(None, temperature)
-        conversation.branch.extend_context(token_ids[: match.turn.end_token])
-        return conversation, match.turn.end_token
+        shared = 0 if match is None else match.turn.end_token
+        if match is not None and match.is_tip and match.conversation.branch.temperature == temperature:
+            conversation = match.conversation
+        else:
+            conversation = self._open(None, temperature)
+            if shared:
+                conversation.branch.extend_context(token_ids[:shared])
+        context = token_ids[shared:]
+        said: Message = {"role": "user", "content": self._renderer.text(context.tolist())}
+        return Place(conversation, context, [*conversation.messages, said], {})
 
     def _bridge(self, match: Match, messages: list[Message], tools: list[ToolSpec] | None) -> Int32Array | None:
         seen, turn = match.conversation, match.turn
@@ -325,12 +325,8 @@ class RolloutPolicy:
             tools,
         )
 
-    def _fork(
-        self, match: Match, messages: list[Message], tools: list[ToolSpec] | None, temperature: float | None
-    ) -> BranchConversation:
+    def _fork(self, match: Match, tools: list[ToolSpec] | None, temperature: float | None) -> BranchConversation:
         """A new branch that starts with the tokens shared with another one: context here, they bear loss there."""
-        if any(message["role"] == "assistant" for message in messages[match.turn.num_messages :]):
-            self._count("rewritten_turns", 1)
         conversation, shared = self._open(tools, temperature), match.conversation
         conversation.branch.extend_context(shared.branch.token_ids[: match.turn.end_token])
         assert shared.first_reply is not None  # it has a turn
@@ -363,8 +359,8 @@ class RolloutPolicy:
 
     # ---- what it may cost
 
-    def _completion_limit(self, conversation: BranchConversation, context_tokens: int, asked: int | None) -> int:
-        """Tokens that this completion may have."""
+    def _completion_limit(self, conversation: BranchConversation, context_tokens: int, asked: int | None) -> int | None:
+        """Tokens that this completion may have; None while those that are sampled may take all that is left."""
         prompt = conversation.branch.num_tokens + context_tokens
         limits = [self._rollout.sampling.max_tokens]
         if asked is not None:
@@ -374,12 +370,14 @@ class RolloutPolicy:
                 raise self._exhausted(f"a prompt of {prompt} tokens leaves no room in the model's context of {context}")
             limits.append(context - prompt)
         if (most := self._max_rollout_tokens) is not None:
-            used = self._rollout.num_tokens + self._reserved_tokens + context_tokens
+            used = self._rollout.num_tokens + context_tokens
             if not conversation.turns:
                 used += conversation.branch.num_tokens
             if used >= most:
                 raise self._exhausted(f"its {used} tokens use up rollouts.max_rollout_tokens = {most}")
-            limits.append(most - used)
+            if used + self._reserved_tokens >= most:
+                return None
+            limits.append(most - used - self._reserved_tokens)
         return min(limits)
 
     def _require_turn(self) -> None:
@@ -391,15 +389,38 @@ class RolloutPolicy:
 
     # ---- one completion
 
-    def _begin_turn(self, conversation: BranchConversation, context: Int32Array, messages: list[Message]) -> AskedTurn:
+    async def _begun(
+        self, task: asyncio.Task[object], locate: Callable[[], Place], max_tokens: int | None, seed: int | None
+    ) -> tuple[AskedTurn, GenerationRequest]:
+        """The turn that begins where `locate` says, once the budget has something for it. Raises `BudgetExceeded`."""
+        while True:
+            self._require_turn()
+            with phase("render"):
+                place = locate()
+                limit = self._completion_limit(place.conversation, len(place.context), max_tokens)
+                if limit is not None:
+                    asked = self._begin_turn(place)
+                    return asked, self._request(asked, limit, seed)
+            self._released.clear()
+            self._turns.add(task)
+            try:
+                await self._released.wait()
+            finally:
+                self._turns.discard(task)
+            await self._own_task()  # it may have been told to end meanwhile
+
+    def _begin_turn(self, place: Place) -> AskedTurn:
         """Spend a turn. Messages are copied: what the agent does to its own changes nothing."""
+        conversation = place.conversation
+        for name, amount in place.counts.items():
+            self._count(name, amount)
         if not conversation.turns:
-            place = conversation.index
-            self._conversations = [*(one for one in self._conversations if one.index != place), conversation]
-            self._rollout.branches[place : place + 1] = [conversation.branch]
+            index = conversation.index
+            self._conversations = [*(one for one in self._conversations if one.index != index), conversation]
+            self._rollout.branches[index : index + 1] = [conversation.branch]
         self._rollout.turns += 1
-        said = [message.copy() for message in messages[len(conversation.messages) :]]
-        return AskedTurn(conversation, context, said)
+        said = [message.copy() for message in place.messages[len(conversation.messages) :]]
+        return AskedTurn(conversation, place.context, said)
 
     async def _sample(
         self,
@@ -422,6 +443,7 @@ class RolloutPolicy:
             asked.conversation.is_waiting = False
             self._turns.discard(task)
             self._reserved_tokens -= reserved
+            self._released.set()
         self._count("generate_s", clock.time() - started_s)
         if completion.finish_reason in _LOST:
             raise RolloutError(
@@ -515,6 +537,10 @@ class RolloutPolicy:
             return messages
         rest = messages[1:] if messages and messages[0]["role"] == "system" else messages
         return [{"role": "system", "content": self._system_prompt}, *rest]
+
+
+def _has_reply(messages: Sequence[Message]) -> bool:
+    return any(message["role"] == "assistant" for message in messages)
 
 
 def _brings_tool_output(conversation: BranchConversation, asked: AskedTurn) -> bool:

@@ -9,7 +9,7 @@ different    the agent rewrote it
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -45,6 +45,19 @@ class BranchConversation:
     """Of the conversation, wherever it was sampled; None before there is one."""
     is_waiting: bool = False
     """A completion is being sampled; nothing else may extend it meanwhile."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Place:
+    """Where a turn goes on."""
+
+    conversation: BranchConversation
+    context: Int32Array  # [num_tokens]
+    """What it adds to the branch."""
+    messages: Sequence[Message]
+    """The whole conversation."""
+    counts: Mapping[str, float]
+    """What it adds to the rollout's metrics."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
