@@ -451,6 +451,33 @@ async def test_an_agent_reports_its_reward(renderer: ChatRenderer) -> None:
     assert (talk.endpoint.reported.reward, talk.endpoint.reported.metrics) == (1.0, {"steps": 2.0})
 
 
+@pytest.mark.parametrize(
+    "report",
+    [{"info": {"id": 2**128}}, {"info": {"ids": [-(2**63) - 1]}}, {"reward": 10**400}, {"metrics": {"a": 10**400}}],
+    ids=["integer", "negative", "reward", "metric"],
+)
+async def test_a_report_that_no_process_could_be_sent_is_refused(
+    renderer: ChatRenderer, report: dict[str, Any]
+) -> None:
+    async with served(renderer) as talk:
+        refused = await post(talk, {"reward": 1, **report}, f"/rollouts/{talk.endpoint.key}/reward")
+    assert refused.status_code == 400, refused.text
+    assert talk.endpoint.reported is None
+
+
+async def test_arguments_that_no_process_could_be_sent_stay_text(renderer_of: Callable[[str], ChatRenderer]) -> None:
+    given = [f'{{"id": {2**128}}}', '{"ids": ' + "[" * 200 + "]" * 200 + "}", {"id": 2**64}, {"id": 2**63}]
+    calls = [{"type": "function", "id": "c", "function": {"name": "add", "arguments": one}} for one in given]
+    messages: list[Any] = [user("?"), {"role": "assistant", "content": None, "tool_calls": calls}]
+    messages += [{"role": "tool", "tool_call_id": "c", "content": "done"} for _ in calls]
+    async with served(renderer_of("hermes")) as talk:
+        answer = await post(talk, {"model": "m", "messages": messages, "tools": [ADD]})
+    assert answer.status_code == 200, answer.text
+    recorded = [call["function"]["arguments"] for call in talk.rollout.messages[1]["tool_calls"]]
+    assert recorded == [*given[:2], f'{{"id":{2**64}}}', {"id": 2**63}]
+    assert f'"id": {2**128}' in talk.prompt(0)
+
+
 async def test_an_agent_of_a_rollouter_speaks_http(renderer: ChatRenderer) -> None:
     async def agent(task: Task, policy: Policy) -> float:
         async with (

@@ -66,7 +66,10 @@ def finite_number(value: object, what: str) -> float:
     number = value.item() if hasattr(value, "item") and getattr(value, "ndim", None) == 0 else value
     if not isinstance(number, Real):
         raise InvalidReward(f"{what} is {value!r:.200} ({type(value).__name__}); it must be a number")
-    result = float(number)
+    try:
+        result = float(number)
+    except OverflowError:
+        result = math.inf
     if not math.isfinite(result):
         raise InvalidReward(f"{what} is {result}; it must be finite")
     return result

@@ -12,7 +12,7 @@ from tailrace.environments.results import finite_number
 from tailrace.errors import InvalidReward
 from tailrace.gateway.dialects.fields import of_type
 from tailrace.gateway.dialects.protocol import RequestInvalid
-from tailrace.records import Json
+from tailrace.records import DEEPEST, Json, can_be_sent
 
 _FIELDS = ("reward", "metrics", "info")
 
@@ -26,13 +26,16 @@ def read_report(body: Mapping[str, Json]) -> AgentResult:
     for name in body:
         if name not in _FIELDS:
             raise RequestInvalid(f"unknown field {name!r}; a report has {', '.join(_FIELDS)}", parameter=name)
-    reward = body.get("reward")
+    reward, info = body.get("reward"), of_type(body.get("info") or {}, dict, "info")
+    if not can_be_sent(info):
+        why = f"info has an integer beyond 64 bits, or more than {DEEPEST // 2} lists and objects inside each other"
+        raise RequestInvalid(f"{why}: send it as text", parameter="info")
     metrics = of_type(body.get("metrics") or {}, dict, "metrics")
     try:
         return AgentResult(
             None if reward is None else finite_number(reward, "reward"),
             {name: finite_number(value, f"metrics.{name}") for name, value in metrics.items()},
-            of_type(body.get("info") or {}, dict, "info"),
+            info,
         )
     except InvalidReward as error:
         raise RequestInvalid(str(error)) from error

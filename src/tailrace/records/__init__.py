@@ -18,7 +18,16 @@ from tailrace.records.columns import (
     ColumnKind,
 )
 from tailrace.records.completion import Completion, FinishReason
-from tailrace.records.conversation import DEEPEST, Json, Message, Reply, ToolCall, ToolSpec, is_too_deep
+from tailrace.records.conversation import (
+    DEEPEST,
+    Json,
+    Message,
+    Reply,
+    ToolCall,
+    ToolSpec,
+    can_be_sent,
+    is_too_deep,
+)
 from tailrace.records.events import (
     NOTHING_TRAINABLE,
     CheckpointWritten,
@@ -148,6 +157,7 @@ __all__ = [
     "WeightsWritten",
     "Whitening",
     "as_token_ids",
+    "can_be_sent",
     "chunks_before",
     "is_too_deep",
     "ragged_places",

@@ -9,6 +9,8 @@ import msgspec
 from tailrace.records.arrays import Int32Array, as_token_ids
 from tailrace.records.completion import Completion, FinishReason
 
+_encode = msgspec.msgpack.Encoder().encode
+
 Json: TypeAlias = Any
 """A value that JSON can hold."""
 
@@ -28,6 +30,23 @@ def is_too_deep(value: Json, deepest: int = DEEPEST) -> bool:
         if not inside:
             return False
         level = [one for values in inside for one in values]
+    return True
+
+
+def can_be_sent(value: Json) -> bool:
+    """Whether a value can go to another process inside of a message, which has some lists and objects as well.
+
+    It nests half as deep as a value may at most, and has no integer beyond 64 bits and no half of a character.
+
+    >>> can_be_sent({"id": 2**64 - 1}), can_be_sent({"id": 2**64})
+    (True, False)
+    """
+    if is_too_deep(value, DEEPEST // 2):
+        return False
+    try:
+        _encode(value)
+    except (OverflowError, UnicodeEncodeError):
+        return False
     return True
 
 

@@ -8,7 +8,8 @@ from typing import TypeVar
 import msgspec
 
 from tailrace.gateway.dialects.protocol import UNSUPPORTED_VALUE, RequestInvalid
-from tailrace.records import Json, Message, ToolSpec
+from tailrace.gateway.dialects.tool_calls import json_text
+from tailrace.records import Json, Message, ToolSpec, can_be_sent
 
 ValueT = TypeVar("ValueT")
 
@@ -142,15 +143,18 @@ def text_of(content: Json, name: str, *, kinds: Collection[str] = ("text",), bet
 
 
 def arguments_of(arguments: Json, name: str) -> dict[str, Json] | str:
-    """A tool call's arguments, handed back: an object, or its JSON. What is no JSON object stays text."""
+    """A tool call's arguments, handed back: an object, or its JSON.
+
+    What is no JSON object is text, and so is one that no other process could be sent, as in sampled calls.
+    """
     if isinstance(arguments, dict):
-        return arguments
+        return arguments if can_be_sent(arguments) else json_text(arguments)
     text = of_type(arguments, str, name)
     try:
         value = msgspec.json.decode(text)
     except (msgspec.DecodeError, RecursionError):
         return text
-    return value if isinstance(value, dict) else text
+    return value if isinstance(value, dict) and can_be_sent(value) else text
 
 
 def function_of(tool: Mapping[str, Json], name: str, *, parameters: str = "parameters") -> ToolSpec:

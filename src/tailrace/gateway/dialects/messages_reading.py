@@ -11,6 +11,7 @@ from typing import Literal, TypeAlias
 
 from tailrace.gateway.dialects.anthropic_errors import THREAD
 from tailrace.gateway.dialects.fields import (
+    arguments_of,
     function_of,
     number,
     objects,
@@ -187,7 +188,7 @@ def _add_call(message: Message, name: str, block: Mapping[str, Json]) -> None:
             "type": "function",
             "function": {
                 "name": of_type(block.get("name"), str, f"{name}.name"),
-                "arguments": of_type(block.get("input"), dict, f"{name}.input"),
+                "arguments": arguments_of(of_type(block.get("input"), dict, f"{name}.input"), f"{name}.input"),
             },
         }
     )

@@ -12,16 +12,13 @@ import json
 
 import msgspec
 
-from tailrace.records import DEEPEST, Json, Message, ToolCall, is_too_deep
+from tailrace.records import Json, Message, ToolCall, can_be_sent
 from tailrace.records.conversation import ToolCallFunction
 
 _THINK, _END_THINK = "<think>", "</think>"
 _CALL, _END_CALL = "<tool_call>", "</tool_call>"
 MARKERS = (_THINK, _CALL)
 """Where a reply stops to be plain text."""
-_DEEPEST_CALL = DEEPEST // 2
-"""Lists and objects inside each other that a tool call may have: what it travels in has some as well."""
-_encode = msgspec.msgpack.Encoder().encode
 
 
 class ParsedReply(msgspec.Struct, frozen=True):
@@ -97,18 +94,7 @@ def as_tool_call(name: Json, arguments: Json, *, number: int, call_id: str | Non
         return None
     function: ToolCallFunction = {"name": name, "arguments": arguments}
     call: ToolCall = {"id": call_id or f"call_{number}", "type": "function", "function": function}
-    return call if _can_be_sent(call) else None
-
-
-def _can_be_sent(call: ToolCall) -> bool:
-    """Whether it nests no deeper than a message may, and has no integer beyond 64 bits and no half of a character."""
-    if is_too_deep(call, _DEEPEST_CALL):
-        return False
-    try:
-        _encode(call)
-    except (OverflowError, UnicodeEncodeError):
-        return False
-    return True
+    return call if can_be_sent(call) else None
 
 
 def _split_reasoning(text: str, prompt_opens_reasoning: bool) -> tuple[str | None, str]:
