@@ -82,6 +82,19 @@ async def test_parallel_calls_go_out_and_their_results_come_back_on_one_branch(
     assert_one_branch(talk)
 
 
+async def test_results_may_stand_between_the_calls_of_one_reply(hermes: ChatRenderer) -> None:
+    async with served(hermes, [CALLS, CALLS, "7"]) as talk, client_of(talk) as client:
+        items: list[Any] = [{"role": "user", "content": "1 + 2, 3 + 4?"}]
+        for _ in range(3):
+            response = await client.responses.create(model="any", input=items, tools=[ADD])
+            for item in response.output:
+                items.append(item)
+                if item.type == "function_call":
+                    items.append({"type": "function_call_output", "call_id": item.call_id, "output": "3"})
+    assert response.output_text == "7"
+    assert_one_branch(talk)
+
+
 async def test_calls_that_no_tool_was_offered_for_are_text(hermes: ChatRenderer) -> None:
     async with served(hermes, [CALLS, "7"], max_tokens=256) as talk, client_of(talk) as client:
         items: list[Any] = [{"role": "user", "content": "1 + 2, 3 + 4?"}]

@@ -27,6 +27,16 @@ def with_call_ids(reply: Reply, answer_id: str) -> Reply:
     return msgspec.structs.replace(reply, message=message, tool_calls=calls)
 
 
+def are_of_one_reply(call_id: str, other: str) -> bool:
+    """Whether two calls were handed out with the same answer.
+
+    >>> are_of_one_reply("call_0-0123456789abcdef0123", "call_1-0123456789abcdef0123"), are_of_one_reply("a", "a")
+    (True, False)
+    """
+    added = _ADDED.search(call_id)
+    return added is not None and other.endswith(added[0])
+
+
 def without_call_ids(messages: list[Message]) -> list[Message]:
     """Messages that a client sends, with the ids that the policy knows.
 

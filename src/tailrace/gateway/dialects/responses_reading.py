@@ -1,7 +1,7 @@
 """OpenAI's Responses, the request: `input`, `instructions` and tools become messages and tools of the policy.
 
 items of one reply          reasoning, message, function_call ... ─► one message of the assistant
-function_call_output        ─► one message of a tool
+function_call_output        ─► one message of a tool, behind all calls of the reply
 previous_response_id        ─► the answer that the new items follow; instructions are left behind, as OpenAI does it
 """
 
@@ -26,6 +26,7 @@ from tailrace.gateway.dialects.fields import (
 from tailrace.gateway.dialects.forced_calls import offered, openai_choice
 from tailrace.gateway.dialects.json_form import read_form
 from tailrace.gateway.dialects.protocol import ChatRequest, RequestInvalid
+from tailrace.gateway.tool_call_ids import are_of_one_reply
 from tailrace.records import Json, Message, ToolSpec
 
 _READ = frozenset(
@@ -200,11 +201,10 @@ def _add_message(item: Mapping[str, Json], name: str, messages: list[Message]) -
 
 def _add_call(item: Mapping[str, Json], name: str, messages: list[Message]) -> None:
     require_known(item, read=(*_ITEM, "call_id", "name", "arguments"), neutral=_DIRECT, within=name)
-    is_in_reply = bool(messages) and messages[-1]["role"] == "assistant"
-    reply = messages[-1] if is_in_reply else _open_reply(messages)
-    reply.setdefault("tool_calls", []).append(
+    call_id = of_type(item.get("call_id"), str, f"{name}.call_id")
+    _reply_that_calls(call_id, messages).setdefault("tool_calls", []).append(
         {
-            "id": of_type(item.get("call_id"), str, f"{name}.call_id"),
+            "id": call_id,
             "type": "function",
             "function": {
                 "name": of_type(item.get("name"), str, f"{name}.name"),
@@ -212,6 +212,17 @@ def _add_call(item: Mapping[str, Json], name: str, messages: list[Message]) -> N
             },
         }
     )
+
+
+def _reply_that_calls(call_id: str, messages: list[Message]) -> Message:
+    """The reply that a call belongs to: the one before it, also where results of its other calls stand between."""
+    reply = next((message for message in reversed(messages) if message["role"] != "tool"), None)
+    if reply is None or reply["role"] != "assistant":
+        return _open_reply(messages)
+    is_next = reply is messages[-1]
+    if is_next or any(are_of_one_reply(call_id, call["id"]) for call in reply.get("tool_calls", ())):
+        return reply
+    return _open_reply(messages)
 
 
 def _open_reply(messages: list[Message]) -> Message:
