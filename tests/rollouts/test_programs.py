@@ -204,6 +204,33 @@ async def test_the_example_program_calls_its_tool(renderer_of: Callable[[str], C
     assert rollout.messages[2]["content"] == "Ada"
 
 
+ASKS_AT_THE_BASE = """
+import json, os, urllib.request
+body = json.dumps({"messages": [{"role": "user", "content": "hush"}]}).encode()
+headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
+request = urllib.request.Request(os.environ["OPENAI_API_BASE"] + "/chat/completions", body, headers)
+urllib.request.urlopen(request, timeout=60).read()
+print(sorted(name for name, value in os.environ.items() if value == "the user's"))
+"""
+
+
+async def test_what_the_user_s_own_variables_say_of_providers_is_not_what_a_program_finds(
+    renderer: ChatRenderer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("OPENAI_API_BASE", "ANTHROPIC_API_BASE", "CLAUDE_CODE_USE_BEDROCK", "OPENAI_API_TYPE", "MY_OWN"):
+        monkeypatch.setenv(name, "the user's")
+    script = tmp_path / "asks.py"
+    script.write_text(ASKS_AT_THE_BASE)
+    seen: list[str] = []
+
+    def look(end: ProgramEnd) -> float:
+        seen.append(end.output)
+        return 1.0
+
+    await run(renderer, spec_of(command=[sys.executable, script], reward=look))
+    assert seen == ["['MY_OWN']\n"]
+
+
 async def test_only_so_many_programs_run_at_once(renderer: ChatRenderer, tmp_path: Path) -> None:
     most: list[int] = []
 

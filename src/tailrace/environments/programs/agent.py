@@ -41,8 +41,13 @@ ROLLOUT_URL = "TAILRACE_ROLLOUT_URL"
 
 _LONGEST_VARIABLE = 128 * 1024 - 64
 """Bytes of one variable of a process's environment (MAX_ARG_STRLEN of Linux), less those of its name."""
-_FOREIGN_KEYS = ("ANTHROPIC_AUTH_TOKEN", "OPENAI_ORG_ID", "OPENAI_PROJECT_ID")
-"""Of the user's own accounts: clients would send them beside the rollout's key."""
+_FOREIGN = frozenset(
+    {
+        *("ANTHROPIC_AUTH_TOKEN", "OPENAI_ORG_ID", "OPENAI_ORGANIZATION", "OPENAI_PROJECT_ID"),
+        *("OPENAI_API_TYPE", "CLAUDE_CODE_USE_BEDROCK", "CLAUDE_CODE_USE_VERTEX", "CLAUDE_CODE_USE_FOUNDRY"),
+    }
+)
+"""Of the user's own accounts: clients would send some beside the rollout's key, and ask elsewhere by the others."""
 _MOST_KEPT = 100
 
 
@@ -192,12 +197,14 @@ class CommandAgent:
     def _variables(self, place: _Workplace, task: Task, endpoint: Endpoint, row: bytes) -> dict[str, str]:
         own = urlsplit(endpoint.root_url).hostname
         direct = ",".join(filter(None, [os.environ.get("NO_PROXY") or os.environ.get("no_proxy"), own]))
-        variables = {name: value for name, value in os.environ.items() if name not in _FOREIGN_KEYS}
+        variables = {name: value for name, value in os.environ.items() if name not in _FOREIGN}
         variables |= {
             "PATH": _search_path(),
             "OPENAI_BASE_URL": endpoint.openai_url,
+            "OPENAI_API_BASE": endpoint.openai_url,
             "OPENAI_API_KEY": endpoint.key,
             "ANTHROPIC_BASE_URL": endpoint.root_url,
+            "ANTHROPIC_API_BASE": endpoint.root_url,
             "ANTHROPIC_API_KEY": endpoint.key,
             "NO_PROXY": direct,
             "no_proxy": direct,
