@@ -347,6 +347,21 @@ async def test_system_messages_that_change_every_turn_may_keep_the_branch(render
     assert "9:01" not in talk.prompt(1)
 
 
+async def test_agents_that_ask_the_same_keep_their_own_system_messages(renderer: ChatRenderer) -> None:
+    async with served(renderer, ["Ada", "Bob", "Cleo", "Dan"], settings={"system_messages": "first"}) as talk:
+        talks: list[list[Any]] = []
+        for name in ("planner", "critic"):
+            talks.append([{"role": "system", "content": f"You are the {name}, at 9:00."}, user("who?")])
+            talks[-1].append((await post(talk, {"model": "m", "messages": talks[-1]})).json()["choices"][0]["message"])
+        for name, (_, *messages) in zip(("planner", "critic"), talks, strict=True):
+            later = {"role": "system", "content": f"You are the {name}, at 9:01."}
+            await post(talk, {"model": "m", "messages": [later, *messages, user("and?")]})
+    assert [f"the {name}, at 9:00" in talk.prompt(call) for call, name in enumerate(("planner", "critic") * 2)] == [
+        True
+    ] * 4
+    assert len(talk.rollout.branches) == 2
+
+
 async def test_the_key_may_be_in_the_path(renderer: ChatRenderer) -> None:
     async with served(renderer) as talk, httpx.AsyncClient() as client:
         answer = await client.post(f"{talk.endpoint.path_url}/v1/chat/completions", json=asks())

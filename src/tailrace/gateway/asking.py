@@ -21,8 +21,9 @@ def chat(session: Session, request: ChatRequest) -> Ask:
     policy, own = session.policy_for(request), _own_sampling(session, request)
     asked = session.conversations.whole(request)
     messages = without_call_ids(asked)
-    if session.system_messages is not None:
-        messages = session.system_messages.restored(messages)
+    firsts = session.system_messages
+    if firsts is not None:
+        messages = firsts.restored(messages, request.tools)
 
     async def ask(turn: Turn) -> Answer:
         reply = await policy.chat(
@@ -35,6 +36,8 @@ def chat(session: Session, request: ChatRequest) -> Ask:
             on_text=turn.hear if request.streams else None,
             reads_calls=request.tools is not None,
         )
+        if firsts is not None:
+            firsts.keep(messages, request.tools, reply.message)
         answered = with_call_ids(with_forced_calls(reply, request.form), turn.answer_id)
         session.conversations.keep(turn.answer_id, request, asked, answered.message)
         return _answer(turn, policy, answered, request)
