@@ -261,6 +261,19 @@ async def test_a_client_that_hung_up_takes_no_rollout_along(renderer: ChatRender
         assert (await run.claim())["task_id"] == "shop/train/0"
 
 
+async def test_a_client_that_hung_up_before_it_was_told_leaves_its_rollout_to_the_next(renderer: ChatRenderer) -> None:
+    async with offering(renderer, outside()) as run:
+        running = await run.begin()
+        gone = asyncio.create_task(run.gateway.offers.claim(Claim(wait_s=30)))
+        await asyncio.sleep(0)  # it has found the rollout
+        gone.cancel()
+        claimed = await run.claim(wait_s=5)
+        await run.ask(claimed)
+        await run.report(claimed, 1.0)
+        assert (await running).reward is not None
+        assert (run.gateway.offers.claims, run.gateway.offers.held) == (1, 0)
+
+
 async def test_a_silent_client_loses_its_rollout_and_one_that_waits_for_an_answer_does_not(
     renderer: ChatRenderer,
 ) -> None:

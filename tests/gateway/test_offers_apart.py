@@ -118,6 +118,26 @@ async def test_a_silent_client_loses_its_rollout(renderer: ChatRenderer) -> None
         assert (await here.ask(claimed)).status_code == 410
 
 
+async def test_a_client_that_hung_up_before_it_was_told_leaves_its_rollout_to_the_next(renderer: ChatRenderer) -> None:
+    async with elsewhere(renderer) as here:
+        running = here.run.begin(name="elsewhere", replies=["yes"])
+        (pid,) = here.run.agents.pids().values()
+        os.kill(pid, signal.SIGSTOP)
+        gone = asyncio.create_task(here.claim())
+        async with asyncio.timeout(30):
+            while not here.gateway.offers.held:  # noqa: ASYNC110 - a count has no event
+                await asyncio.sleep(0.005)
+            gone.cancel()
+            while not here.gateway.tally.requests["claim", 0]:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+        os.kill(pid, signal.SIGCONT)
+        await here.play(await here.claim(), 1.0)
+        rollout = await running
+        assert rollout.reward is not None
+        assert (rollout.turns, len(rollout.branches), rollout.attempt) == (1, 1, 1)
+        assert (here.gateway.offers.claims, here.gateway.offers.held) == (1, 0)
+
+
 async def test_a_rollout_that_is_cancelled_is_taken_from_its_client(renderer: ChatRenderer) -> None:
     async with elsewhere(renderer) as here:
         waiting, held = (here.run.begin(name="elsewhere") for _ in range(2))

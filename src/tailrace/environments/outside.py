@@ -23,8 +23,11 @@ if TYPE_CHECKING:
     from tailrace.environments.protocol import Policy
 
 
-AnswerClient: TypeAlias = Callable[[bytes], None]
-"""Answers the client that has claimed a rollout: JSON with its address, its key, its task and its limits."""
+AnswerClient: TypeAlias = Callable[[bytes], bool]
+"""Answers the client that has claimed a rollout: JSON with its address, its key, its task and its limits.
+
+False where that client is known to have gone: the rollout is another one's then.
+"""
 
 _CLIENT_TASKS = 4096
 """Of an epoch, which means nothing here."""

@@ -58,10 +58,11 @@ class _Waiting:
         """Whether nobody needs to bring one."""
         return not isinstance(self.row, ClientRow) or self.row.is_filled
 
-    def tell(self, answer: bytes) -> None:
-        """Once, to whoever has claimed it."""
+    def tell(self, answer: bytes) -> bool:
+        """Once, to whoever has claimed it; False where that client has gone."""
         if not self.answer.done():
             self.answer.set_result(answer)
+        return not self.answer.cancelled()
 
 
 class Offers:
@@ -95,11 +96,14 @@ class Offers:
 
     async def play(self, session: Session, offer: Offer) -> None:
         """Wait until a client has ended a rollout. See `Endpoint.play_outside`."""
-        claimed = self.claimed(offer) if offer.tell is None else contextlib.nullcontext(offer.tell)
-        async with claimed as tell:
-            session.hear()
-            tell(_claim_answer(session, offer))
-            await _held(session, offer)
+        is_told = False
+        while not is_told:
+            claimed = self.claimed(offer) if offer.tell is None else contextlib.nullcontext(offer.tell)
+            async with claimed as tell:
+                session.hear()
+                is_told = tell(_claim_answer(session, offer))
+                if is_told:
+                    await _held(session, offer)
 
     @contextlib.asynccontextmanager
     async def claimed(self, offer: Offer) -> AsyncIterator[AnswerClient]:

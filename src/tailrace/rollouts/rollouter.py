@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tailrace.environments import AgentResult, EnvironmentSpec, ScoreGroup
+from tailrace.environments.outside import AnswerClient
 from tailrace.errors import RequestRefused, RolloutError, ScoringFailed, SettingsError
 from tailrace.records import Generate, Group, GroupId, Rollout, RolloutId, SamplingParams, Task
 from tailrace.rollouts.agent_workers import AgentWorkers, PlayedRollout, WorkerPlace, WorkerWatch
@@ -274,13 +275,35 @@ class Rollouter:
         self, agents: AgentWorkers, rollout: Rollout, environment: LoadedEnvironment
     ) -> PlayedRollout:
         """In an agent worker; clients outside claim their rollouts here first, so that one place has them all."""
-        is_evaluation = self._evaluation_seed is not None
         if not environment.is_outside:
-            return await agents.play(rollout, is_evaluation=is_evaluation)
+            return await agents.play(rollout, is_evaluation=self._evaluation_seed is not None)
         if self._endpoints is None:
             raise no_endpoints(environment.spec.name)
-        async with self._endpoints.claimed(environment.offer(rollout.task)) as tell:
-            return await agents.play(rollout, is_evaluation=is_evaluation, tell=tell)
+        played = None
+        while played is None:
+            async with self._endpoints.claimed(environment.offer(rollout.task)) as tell:
+                played = await self._play_claimed(agents, rollout, tell)
+        return played
+
+    async def _play_claimed(self, agents: AgentWorkers, rollout: Rollout, tell: AnswerClient) -> PlayedRollout | None:
+        """None where its client had gone before it could be told where that is."""
+        has_gone = False
+
+        def told(answer: bytes) -> bool:
+            nonlocal has_gone
+            if not tell(answer) and not playing.cancelling():
+                has_gone = playing.cancel()
+            return not has_gone
+
+        is_evaluation = self._evaluation_seed is not None
+        playing = asyncio.create_task(agents.play(rollout, is_evaluation=is_evaluation, tell=told))
+        try:
+            return await playing
+        except asyncio.CancelledError:
+            own = asyncio.current_task()
+            if not has_gone or (own is not None and own.cancelling()):
+                raise
+            return None
 
     async def _play_here(self, rollout: Rollout, environment: LoadedEnvironment) -> None:
         policy = self._player.policy(rollout, environment, is_evaluation=self._evaluation_seed is not None)

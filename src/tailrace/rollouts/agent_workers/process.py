@@ -347,8 +347,9 @@ class AgentWorkerProcess:
     ) -> None:
         task = rollout.task
 
-        def tell(answer: bytes) -> None:
+        def tell(answer: bytes) -> bool:
             self._connection.send(Opened(rollout_id=rollout.rollout_id, answer=answer))
+            return True  # where its client has gone, the orchestrator cancels the rollout
 
         outcome.reported = await _uninterrupted(self._player.play(rollout, policy, environment, tell=tell), task)
         if not environment.spec.scores_rollouts:
