@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tailrace.batching import sample_group
+from tailrace.environments import answer_tool_calls
 from tailrace.errors import BudgetExceeded, EnvironmentFailed, RequestRefused, RolloutError, SettingsError
 from tailrace.generation.rpc.messages import GenerateCall, unpack_calls
 from tailrace.records import (
@@ -176,6 +177,25 @@ async def test_what_the_agent_does_to_its_messages_does_not_change_what_was_reco
     await talk.policy.chat([*messages, reply.message, user("b")])
     assert talk.rollout.metrics["rewritten_turns"] == 1
     assert len(talk.rollout.branches) == 2
+
+
+async def test_what_a_tool_does_to_its_arguments_does_not_change_what_was_recorded(
+    renderer_of: Callable[[str], ChatRenderer],
+) -> None:
+    def add(numbers: list[int]) -> str:
+        numbers.sort()
+        return f"{numbers}"
+
+    talk = Talk(
+        renderer_of("hermes"), ['<tool_call>{"name": "add", "arguments": {"numbers": [2, 1]}}</tool_call>', "3"]
+    )
+    reply = await talk.policy.chat([user("?")], tools=[ADD])
+    answers = await answer_tool_calls(reply, {"add": add})
+    await talk.policy.chat([user("?"), reply.message, *answers], tools=[ADD])
+    (recorded,) = talk.rollout.messages[1]["tool_calls"]
+    assert recorded["function"]["arguments"] == {"numbers": [2, 1]}
+    assert talk.rollout.messages[2]["content"] == "[1, 2]"
+    assert len(talk.rollout.branches) == 1
 
 
 async def test_two_ways_on_from_one_reply_share_its_tokens_and_train_them_once(renderer: ChatRenderer) -> None:

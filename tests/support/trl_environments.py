@@ -85,6 +85,15 @@ class Coroutines:
         self.pushed += 1
         return "pushed"
 
+    async def order(self, numbers: list[int]) -> str:
+        """Sort.
+
+        Args:
+            numbers: In any order.
+        """
+        numbers.sort()
+        return f"{numbers}"
+
 
 class Scoreless:
     def reset(self, **row: Any) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Awaitable, Callable, Mapping
+from copy import deepcopy
 
 from tailrace.environments.callables import settled
 from tailrace.errors import ToolError
@@ -59,4 +60,4 @@ def _keywords(arguments: Mapping[str, Json] | str) -> Mapping[str, Json]:
             raise ToolError(f"the arguments are not valid JSON ({error})") from error
     if not isinstance(arguments, Mapping):
         raise ToolError("the arguments must be a JSON object")
-    return arguments
+    return deepcopy(arguments)  # they are part of the conversation, and tools may change theirs in place

@@ -93,6 +93,14 @@ async def test_functions_of_the_settings_add_to_the_classes_own_reward(renderer:
     assert played.rollout.reward.value == pytest.approx(2 / 4 + 0.5 / 4)
 
 
+async def test_what_a_tool_does_to_its_arguments_does_not_change_what_was_recorded(renderer: ChatRenderer) -> None:
+    environment = EnvironmentSettings(name=f"{HOME}:Coroutines")
+    rollout = (await play(renderer, environment, [call("order", numbers=[2, 1]), "Done."])).rollout
+    (recorded,) = rollout.messages[1]["tool_calls"]
+    assert recorded["function"]["arguments"] == {"numbers": [2, 1]}
+    assert rollout.messages[2]["content"] == "[1, 2]"
+
+
 async def test_a_class_takes_arguments_of_the_settings(renderer: ChatRenderer) -> None:
     environment = EnvironmentSettings(name=f"{HOME}:Given", args={"bonus": 2}, data="examples/names.jsonl")
     with pytest.raises(Exception, match="has no column 'target'"):

@@ -20,6 +20,7 @@ import random
 import zlib
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -212,7 +213,7 @@ class TrlSession:
         try:
             if name not in self._tools:
                 raise ValueError(f"Tool {name} not found.")
-            keywords = json.loads(arguments) if isinstance(arguments, str) else arguments
+            keywords = json.loads(arguments) if isinstance(arguments, str) else deepcopy(arguments)
             content = _as_text(await settled(self._tools[name](**keywords)), name)
         except EnvironmentFailed:
             raise
