@@ -190,6 +190,13 @@ async def test_a_prompts_tokens_are_counted_without_a_turn(hermes: ChatRenderer)
     assert talk.rollout.turns == 1
 
 
+async def test_a_conversation_that_ends_with_a_reply_is_counted_too(hermes: ChatRenderer) -> None:
+    async with served(hermes) as talk, client_of(talk) as client:
+        messages: list[Any] = [user("1 + 2?"), {"role": "assistant", "content": "It is 3."}]
+        asked, replied = [await client.messages.count_tokens(model="any", messages=messages[:end]) for end in (1, 2)]
+    assert replied.input_tokens > asked.input_tokens
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tool_choice": {"type": "any"}, "tools": [ADD]}, "tool_choice"),
     ({"tool_choice": {"type": "tool", "name": "add"}, "tools": [ADD]}, "tool_choice"),

@@ -167,11 +167,11 @@ def function_of(tool: Mapping[str, Json], name: str, *, parameters: str = "param
     }
 
 
-def require_messages(messages: Sequence[Message], name: str) -> None:
+def require_messages(messages: Sequence[Message], name: str, *, may_end_with_reply: bool = False) -> None:
     """Raise `RequestInvalid` for a conversation that nobody can go on with."""
     if not messages:
         raise RequestInvalid(f"{name} is empty: give one message at least", parameter=name)
-    if messages[-1]["role"] == "assistant":
+    if messages[-1]["role"] == "assistant" and not may_end_with_reply:
         raise RequestInvalid(
             f"{name} ends with an assistant's message: replies cannot be begun for the policy", parameter=name
         )

@@ -97,7 +97,7 @@ def read_request(body: Mapping[str, Json], *, counts: bool = False) -> MessagesR
         within="output_config",
     )
     messages = [*_system(body.get("system")), *_messages(body.get("messages"))]
-    require_messages(messages, "messages")
+    require_messages(messages, "messages", may_end_with_reply=counts)
     tools, forced = offered(_tools(body), _choice(body))
     shows, omits = _thinking(body)
     max_tokens = whole_number(body, "max_tokens", least=1)
