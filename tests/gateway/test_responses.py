@@ -264,5 +264,7 @@ async def test_errors_have_the_form_that_the_client_knows(renderer: ChatRenderer
             await client.responses.create(model="any", input="who?")
             exhausted = await client.responses.create(model="any", input="who?")
             assert (exhausted.status, exhausted.output_text) == ("incomplete", "")
-            with pytest.raises(openai.RateLimitError, match="max_turns"):
-                await client.responses.create(model="any", input="who?")
+            follows: dict[str, Any] = {"previous_response_id": exhausted.id}
+            for more in ({}, follows):
+                with pytest.raises(openai.RateLimitError, match="max_turns"):
+                    await client.responses.create(model="any", input="who?", **more)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from tailrace.errors import BudgetExceeded
 from tailrace.gateway.dialects.forced_calls import with_forced_calls
 from tailrace.gateway.dialects.protocol import UNSUPPORTED_VALUE, Answer, ChatRequest, RequestInvalid
 from tailrace.gateway.dialects.token_generation import TokenRequest
 from tailrace.gateway.tool_call_ids import with_call_ids, without_call_ids
-from tailrace.gateway.turns import Ask, Turn
+from tailrace.gateway.turns import NOTHING, Ask, Turn
 from tailrace.records import Reply, SamplingParams
 from tailrace.rollouts import RolloutPolicy
 
@@ -26,16 +27,20 @@ def chat(session: Session, request: ChatRequest) -> Ask:
         messages = firsts.restored(messages, request.tools)
 
     async def ask(turn: Turn) -> Answer:
-        reply = await policy.chat(
-            messages,
-            tools=request.tools,
-            max_tokens=request.max_tokens,
-            temperature=request.temperature if own else None,
-            stop=request.stop,
-            seed=request.seed if own else None,
-            on_text=turn.hear if request.streams else None,
-            reads_calls=request.tools is not None,
-        )
+        try:
+            reply = await policy.chat(
+                messages,
+                tools=request.tools,
+                max_tokens=request.max_tokens,
+                temperature=request.temperature if own else None,
+                stop=request.stop,
+                seed=request.seed if own else None,
+                on_text=turn.hear if request.streams else None,
+                reads_calls=request.tools is not None,
+            )
+        except BudgetExceeded:  # whoever follows the empty answer is told why
+            session.conversations.keep(turn.answer_id, request, asked, NOTHING.message)
+            raise
         if firsts is not None:
             firsts.keep(messages, request.tools, reply.message)
         answered = with_call_ids(with_forced_calls(reply, request.form), turn.answer_id)

@@ -148,7 +148,7 @@ class Turn:
     def _stopped(self, session: Session, error: BudgetExceeded) -> Answer | Failure:
         """No budget: a reply that says nothing, or a refusal."""
         refusal = session.refusal(error)
-        return refusal or Answer(reply=_NOTHING, answer_id=self.answer_id, created_s=self.created_s, prompt_tokens=0)
+        return refusal or Answer(reply=NOTHING, answer_id=self.answer_id, created_s=self.created_s, prompt_tokens=0)
 
     def hear(self, more: ReplyUpdate) -> None:
         """More of its reply."""
@@ -232,7 +232,7 @@ def _resolve(waiter: asyncio.Future[bool], has_changed: bool) -> None:
         waiter.set_result(has_changed)
 
 
-_NOTHING = Reply(
+NOTHING = Reply(
     message={"role": "assistant", "content": ""},
     finish_reason=FinishReason.LENGTH,
     completion=Completion(
@@ -242,3 +242,4 @@ _NOTHING = Reply(
         finish_reason=FinishReason.LENGTH,
     ),
 )
+"""The answer of whoever asks without budget, once."""
