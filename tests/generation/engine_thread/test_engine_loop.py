@@ -9,13 +9,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tailrace.errors import RequestRefused
+from tailrace.errors import EngineFailed, RequestRefused
 from tailrace.generation.decisions import WeightPolicy
 from tailrace.generation.engine_thread.handover import Staged, Waiter
 from tailrace.generation.engine_thread.inbox import Interruption
 from tailrace.generation.engines.protocol import SampledTokens
 from tailrace.generation.engines.simulated import SimulatedEngine
-from tailrace.records import Completion, FinishReason
+from tailrace.records import Completion, FinishReason, GenerationRequest
 from tests.generation.engine_support import request
 from tests.generation.loop_support import World, let_others_run
 
@@ -110,6 +110,29 @@ async def test_more_than_one_sequence_and_an_id_in_use_are_refused_and_cost_nobo
         await twin
     await world.finish()
     assert good.result().num_tokens == 3
+
+
+class ThrowsAtOne(SimulatedEngine):
+    """Fails, and refuses nothing, when it is given the request `bad`."""
+
+    def add(self, request: GenerationRequest) -> None:
+        if request.request_id == "bad":
+            raise ZeroDivisionError("no such temperature")
+        super().add(request)
+
+
+async def test_an_engine_that_fails_at_one_request_fails_those_that_came_with_it_too() -> None:
+    world = World(ThrowsAtOne())
+    tasks = [world.ask(name) for name in ("before", "bad", "after")]
+    await let_others_run()
+    handed_back: Waiter[int] = Waiter.on_current_loop()
+    world.inbox.put_interruption(Interruption(handed_back, frozenset(["before"])))
+    with pytest.raises(ZeroDivisionError):
+        await world.iterate()
+    world.loop.fail(lambda: EngineFailed("no such temperature"))
+    async with asyncio.timeout(20):
+        ended = await asyncio.gather(*tasks, handed_back.future, return_exceptions=True)
+    assert [type(one) for one in ended] == [EngineFailed] * 4
 
 
 class BrokenNumbers(SimulatedEngine):

@@ -26,7 +26,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from tailrace.errors import EngineFailed, ModelError, SettingsError
+from tailrace.errors import EngineFailed, ModelError, RequestRefused, SettingsError
 from tailrace.generation.engine_thread.generator import Generator
 from tailrace.generation.engines.vllm.core import build_core
 from tailrace.generation.engines.vllm.engine import VllmEngine
@@ -196,6 +196,32 @@ def test_new_weights_are_prepared_in_another_thread_while_the_engine_goes_on_wit
             driver.engine.prepare({**new.state_dict(), "stranger": torch.zeros(1)})
     finally:
         core.shutdown()
+
+
+@pytest.mark.parametrize("temperature", [0.009, 2.1, float("inf")])
+def test_a_temperature_at_which_vllm_does_not_sample_is_refused(core: InprocClient, temperature: float) -> None:
+    engine = VllmEngine(core)
+    with pytest.raises(RequestRefused, match=r"request r: sampling.temperature is .*; this engine takes 0 .* 0.01 to"):
+        engine.add(request("r", [1, 2], temperature=temperature))
+    assert not engine.has_work
+
+
+@pytest.mark.parametrize("temperature", [0.01, 2.0])
+def test_the_least_and_the_highest_temperature_are_those_that_are_sampled_at(
+    core: InprocClient, temperature: float
+) -> None:
+    driver = Driver(VllmEngine(core))
+    driver.engine.load_model_state_dict(contract_model().state_dict(), 0)
+    [done] = driver.run(request("r", [4, 2, 3], temperature=temperature, max_tokens=12))
+    expected = forward_logprobs(contract_model(), [4, 2, 3], done.token_ids, temperature)
+    np.testing.assert_allclose(done.logprobs, expected, atol=2e-2)  # rounding is a hundred times as large at 0.01
+
+
+def test_what_vllm_alone_refuses_costs_one_request(core: InprocClient) -> None:
+    driver = Driver(VllmEngine(core))
+    with pytest.raises(RequestRefused, match="request odd: vLLM refuses it: prompt_logprobs must be"):
+        driver.engine.add(request("odd", [1, 2], score_top_k=-2))
+    assert driver.run(request("good", [1, 2], max_tokens=4))[0].num_tokens == 4
 
 
 async def test_the_loop_swaps_weights_while_requests_go_on(core: InprocClient) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from tailrace.config.contradictions.contradiction import Contradiction, first_twice, key_of_other_hosts
 from tailrace.errors import SettingsError
+from tailrace.generation.engines.vllm.requests import HIGHEST_TEMPERATURE, LEAST_TEMPERATURE
 from tailrace.transport.keys import require_safe_address
 
 if TYPE_CHECKING:
@@ -141,9 +142,28 @@ def _support_room(settings: RunSettings) -> Iterator[Contradiction]:
         )
 
 
+def _temperatures(settings: RunSettings) -> Iterator[Contradiction]:
+    generator, rollouts = settings.generator, settings.rollouts
+    if generator.engine != "vllm" or generator.connect:
+        return
+    asked = [
+        ("rollouts.temperature", rollouts.temperature),
+        ("rollouts.evaluation.temperature", rollouts.evaluation.temperature),
+        *(("environments", one.temperature) for one in settings.environments),
+    ]
+    for key, temperature in asked:
+        if temperature and not LEAST_TEMPERATURE <= temperature <= HIGHEST_TEMPERATURE:
+            yield Contradiction(
+                f"{key} asks for a temperature of {temperature:g}, and generator.engine = 'vllm' samples at "
+                f"{LEAST_TEMPERATURE:g} to {HIGHEST_TEMPERATURE:g}: write one of those, or choose the torch engine",
+                *(key, "generator.engine"),
+            )
+
+
 CHECKS = (
     _replicas,
     _router_replay,
     _supports,
     _support_room,
+    _temperatures,
 )

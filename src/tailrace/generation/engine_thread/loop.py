@@ -30,7 +30,7 @@ from tailrace.generation.decisions import (
     WeightPolicy,
 )
 from tailrace.generation.engine_thread.delivery_queue import Delivery, DeliveryQueue
-from tailrace.generation.engine_thread.inbox import Call, Inbox, Interruption, RecordedExperts
+from tailrace.generation.engine_thread.inbox import Call, Inbox, Interruption, RecordedExperts, Taken
 from tailrace.generation.engines.protocol import Engine, EngineStatistics, SampledTokens
 from tailrace.records import Completion, FinishReason
 from tailrace.tracing.phases import phase
@@ -92,6 +92,8 @@ class EngineLoop:
 
     def __init__(self, engine: Engine, inbox: Inbox, policy: WeightPolicy = DEFAULT_WEIGHT_POLICY):
         self._engine, self._inbox, self._policy = engine, inbox, policy
+        self._taken = Taken()
+        """From the inbox, and perhaps not passed on yet."""
         self._calls: dict[str, Call] = {}
         self._interrupting: list[_Interrupting] = []
         self._queues: dict[asyncio.AbstractEventLoop, DeliveryQueue] = {}
@@ -132,6 +134,7 @@ class EngineLoop:
     def fail(self, failure: Callable[[], Exception]) -> None:
         """Fail what is in flight, what waits, and every later call. From any thread: the engine's may be stuck."""
         fail_inbox(self._inbox, failure)
+        _fail_taken(self._taken, failure)
         for call in [*self._calls.values()]:
             call.waiter.fail(failure())
         for interrupting in [*self._interrupting]:
@@ -140,7 +143,15 @@ class EngineLoop:
     # --- requests ------------------------------------------------------------------------------------------------
 
     def _step(self, admit: bool) -> None:
-        taken = self._inbox.take(admit=admit)
+        self._taken = self._inbox.take(admit=admit)
+        self._pass_on(self._taken)
+        self._taken = Taken()
+        if self._engine.has_work:
+            self._is_reset = False
+            self._resolve(self._engine.step())
+        self._settle_interruptions()
+
+    def _pass_on(self, taken: Taken) -> None:
         for call in taken.calls:
             call.waited_s = time.perf_counter() - call.arrived_s
             try:
@@ -157,10 +168,6 @@ class EngineLoop:
                 self._engine.abort(call.request.request_id)
         for interruption in taken.interruptions:
             self._interrupt(interruption)
-        if self._engine.has_work:
-            self._is_reset = False
-            self._resolve(self._engine.step())
-        self._settle_interruptions()
 
     def _resolve(self, chunks: list[SampledTokens]) -> None:
         """Hand chunks and completions to their event loops: one wake-up each, and pauses where there are many."""
@@ -251,7 +258,10 @@ class EngineLoop:
 
 def fail_inbox(inbox: Inbox, failure: Callable[[], Exception]) -> None:
     """Fail what waits in it and every later call."""
-    taken = inbox.fail(failure)
+    _fail_taken(inbox.fail(failure), failure)
+
+
+def _fail_taken(taken: Taken, failure: Callable[[], Exception]) -> None:
     for call in taken.calls:
         call.waiter.fail(failure())
     for interruption in taken.interruptions:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from typing_extensions import override
 
-from tailrace.errors import EngineFailed, GenerationError
+from tailrace.errors import EngineFailed, GenerationError, RequestRefused
 from tailrace.generation.decisions import KvCache
 from tailrace.generation.engines.protocol import (
     Engine,
@@ -24,7 +24,12 @@ from tailrace.generation.engines.vllm.core import WORKER_DIED, build_core
 from tailrace.generation.engines.vllm.guiding import Guide
 from tailrace.generation.engines.vllm.nodes import Nodes
 from tailrace.generation.engines.vllm.progress import Progress
-from tailrace.generation.engines.vllm.requests import PrefixSalts, core_request
+from tailrace.generation.engines.vllm.requests import (
+    HIGHEST_TEMPERATURE,
+    LEAST_TEMPERATURE,
+    PrefixSalts,
+    core_request,
+)
 from tailrace.generation.engines.vllm.routed_experts import DeliveredExperts, ReturnedExperts
 from tailrace.generation.engines.vllm.weights import WeightInstaller
 from tailrace.generation.settings import GeneratorSettings, ModelSettings
@@ -91,6 +96,8 @@ class VllmEngine(Engine):
             returns_supports=config.model_config.return_sampling_mask,
             scores_prompts=True,
             guides=True,
+            least_temperature=LEAST_TEMPERATURE,
+            highest_temperature=HIGHEST_TEMPERATURE,
         )
         self._guide = Guide(core.engine_core)
         parallel = config.parallel_config
@@ -150,10 +157,7 @@ class VllmEngine(Engine):
             added_s=time.monotonic(),
             experts=experts,
         )
-        adapter = None if self._weights.adapters is None else self._weights.adapters.request
-        sent = core_request(request, core_id=core_id, salt=salt, experts_start=experts_start, adapter=adapter)
-        self._guide.apply(request, sent.sampling_params)
-        self._client.add_request(sent)
+        self._hand_over(progress, experts_start)
         self._core_ids[request.request_id] = core_id
         self._running[core_id] = progress
 
@@ -221,6 +225,21 @@ class VllmEngine(Engine):
     @override
     def close(self) -> None:
         self._client.shutdown()
+
+    def _hand_over(self, progress: Progress, experts_start: int) -> None:
+        """Give a request to vLLM. Raises `RequestRefused` where that does not take it."""
+        from vllm.exceptions import VLLMClientError
+
+        request = progress.request
+        adapter = None if self._weights.adapters is None else self._weights.adapters.request
+        try:
+            sent = core_request(
+                request, core_id=progress.core_id, salt=progress.salt, experts_start=experts_start, adapter=adapter
+            )
+            self._guide.apply(request, sent.sampling_params)
+            self._client.add_request(sent)
+        except (ValueError, VLLMClientError) as error:
+            raise RequestRefused(f"request {request.request_id}: vLLM refuses it: {error}") from error
 
     def _step_core(self) -> None:
         """Step, and put what is to be reported into the outbox."""
