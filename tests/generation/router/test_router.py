@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tailrace.errors import EngineFailed, RequestRefused
+from tailrace.generation.decisions import DEFAULT_WEIGHT_POLICY, WeightPolicy
 from tailrace.generation.engine_thread.generator import Generator
 from tailrace.generation.router.router import Router
 from tailrace.generation.router.settings import RouterSettings
@@ -85,8 +86,9 @@ class Replica:
 class World:
     """A router, and replicas that join it."""
 
-    def __init__(self, names: str, options: dict[str, object], max_staleness: int) -> None:
-        self.router = Router(list(names), RouterSettings(**options), max_staleness=max_staleness)  # type: ignore[arg-type]
+    def __init__(self, names: str, weights: WeightPolicy, options: dict[str, object], max_staleness: int) -> None:
+        settings = RouterSettings(**options)  # type: ignore[arg-type]
+        self.router = Router(list(names), settings, weights, max_staleness=max_staleness)
         self.uses: dict[str, asyncio.Task[Exception]] = {}
         self.replicas: list[Replica] = []
 
@@ -108,8 +110,10 @@ class World:
 
 
 @asynccontextmanager
-async def world(names: str = "ab", max_staleness: int = 4, **options: object) -> AsyncIterator[World]:
-    made = World(names, options, max_staleness)
+async def world(
+    names: str = "ab", weights: WeightPolicy = DEFAULT_WEIGHT_POLICY, *, max_staleness: int = 4, **options: object
+) -> AsyncIterator[World]:
+    made = World(names, weights, options, max_staleness)
     try:
         yield made
     finally:
@@ -214,6 +218,27 @@ async def test_a_replica_starved_of_weights_takes_no_new_requests_and_is_given_u
             assert (await here.ask(str(number), SamplingParams(max_tokens=2))).num_tokens == 2
         assert (len(slow.prefixes), len(quick.prefixes)) == (0, 6)
         assert "a is starved of weights" in str(await asyncio.wait_for(here.uses["a"], 20))
+
+
+async def test_a_replica_that_drains_is_given_up_only_once_it_has_no_request(model) -> None:
+    store, brake = MemoryModelStateDictStore(), Brake()
+    drain = WeightPolicy("drain", "reset_prefix")
+    async with world("ab", drain, max_staleness=1, starved_deadline_s=0.2, loading_share=0.5) as here:
+        draining = await here.join("a", Replica(model, store, brake))
+        await here.publish(store.publish(model.state_dict(), 0))
+        call = here.ask()
+        await until(lambda: here.router.replicas[0].requests == 1)
+        await here.join("b", Replica(model, store))
+        await until(lambda: here.router.replicas[1].serving)
+        draining.may_load.clear()
+        here.publish(store.publish(model.state_dict(), 1))
+        await until(lambda: draining.loads == [0, 1])
+        await asyncio.sleep(0.5)
+        assert [use.done() for use in here.uses.values()] == [False, False]  # b waits for its turn
+        brake.let_go()
+        assert (await call).num_tokens == 250
+        assert "a is starved of weights" in str(await asyncio.wait_for(here.uses["a"], 20))
+        await until(lambda: here.router.replicas[1].version == 1)
 
 
 async def test_weights_roll_over_the_replicas_a_share_at_a_time(model) -> None:

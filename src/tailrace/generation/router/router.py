@@ -48,6 +48,7 @@ class Router:
         self.on_change: Callable[[Replica], None] = lambda replica: None
         """Called when it may have changed whether this replica takes requests."""
         self._settings = settings
+        self._drains = weights.update == "drain"
         self._awaits_weights = awaits_weights
         self._starved_at = max(1, max_staleness)
         self.replicas = [Replica(name) for name in names]
@@ -127,7 +128,7 @@ class Router:
         finally:
             routed.client = None
             replica.requests -= 1
-            if replica.leaves_for and not replica.requests:
+            if (replica.leaves_for or replica.starved) and not replica.requests:
                 self._update(replica)
         if completion.finish_reason is not FinishReason.ABORTED:
             return completion
@@ -272,14 +273,23 @@ class Router:
             return trails_by >= self._starved_at or replica.version < max(0, self.weights.installed_version)
         return trails_by >= (1 if replica.starved else self._starved_at)
 
+    def _is_due(self, replica: Replica) -> bool:
+        """Whether it is starved of weights that it could have.
+
+        Under `drain` they wait for requests to end: its own, and those of others whose turn it is to load.
+        """
+        if not replica.starved or self.weights.newest is None:
+            return False
+        return not (self._drains and (replica.requests or self.weights.waits_for_turn(replica)))
+
     async def _starve(self, replica: Replica, client: ReplicaClient) -> None:
         """Waits for a replica to be starved of weights for longer than it may be; fails it then."""
         deadline_s = self._settings.starved_deadline_s
         while True:
-            await self._until(lambda: replica.starved and self.weights.newest is not None, replica)
+            await self._until(lambda: self._is_due(replica), replica)
             try:
                 async with asyncio.timeout(deadline_s):
-                    await self._until(lambda: not replica.starved, replica)
+                    await self._until(lambda: not self._is_due(replica), replica)
             except TimeoutError:
                 client.fail(
                     EngineFailed(

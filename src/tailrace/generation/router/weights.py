@@ -54,7 +54,8 @@ class WeightDistributor:
     ) -> None:
         """`loads_at_once` says how many of so many replicas may load at the same time, one at least.
 
-        `on_change` is called when a replica installed a version, or is gone, and with None when one was published.
+        `on_change` is called when a replica may load, installed a version, or is gone, and with None when one was
+        published.
         """
         self.newest: ModelStateDictRef | None = None
         self.installed_version = -1
@@ -73,7 +74,7 @@ class WeightDistributor:
         """When versions were published that not every replica holds."""
         self._followers = dict[asyncio.Future[None], None]()
         """That wait for newer weights than they have."""
-        self._waiting = dict[asyncio.Future[None], None]()
+        self._waiting = dict[asyncio.Future[None], Replica]()
         """For their turn to load, in order."""
         self._clock = asyncio.get_running_loop().time
 
@@ -88,6 +89,10 @@ class WeightDistributor:
     def is_installed(self, version: int) -> bool:
         """Whether `lowest_version` is that, or newer."""
         return self.lowest_version >= version
+
+    def waits_for_turn(self, replica: Replica) -> bool:
+        """Whether it is to load once fewer others do."""
+        return replica in self._waiting.values()
 
     def _count(self, replica: Replica) -> None:
         """It may hold another version, be admitted, or be gone."""
@@ -124,7 +129,7 @@ class WeightDistributor:
         try:
             while True:
                 await self._newer_than(replica.version, life)
-                async with self._turn_to_load():
+                async with self._turn_to_load(replica):
                     ref, life_of_ref = await self._newer_than(replica.version, life), self._life_of_newest
                     tried, attempt = ref.version, attempt + 1 if ref.version == tried else 1
                     error = await self._load(replica, load, ref)
@@ -139,10 +144,10 @@ class WeightDistributor:
             self._update(replica)
 
     @contextlib.asynccontextmanager
-    async def _turn_to_load(self) -> AsyncIterator[None]:
+    async def _turn_to_load(self, replica: Replica) -> AsyncIterator[None]:
         """Waits until fewer load than may at once, of as many as there are now."""
         turn = asyncio.get_running_loop().create_future()
-        self._waiting[turn] = None
+        self._waiting[turn] = replica
         self._give_turns()
         try:
             await turn
@@ -157,11 +162,12 @@ class WeightDistributor:
     def _give_turns(self) -> None:
         """To those who wait longest: each wakes one, since all of them would ask as often as there are replicas."""
         while self._waiting and self._loading < self._loads_at_once(len(self._replicas)):
-            turn = next(iter(self._waiting))
+            turn, replica = next(iter(self._waiting.items()))
             del self._waiting[turn]
             self._loading += 1
             if not turn.done():
                 turn.set_result(None)
+            self._on_change(replica)
 
     async def _load(self, replica: Replica, load: LoadModelStateDict, ref: ModelStateDictRef) -> TailraceError | None:
         """One attempt; the error where it failed. Raises `EngineFailed`."""
