@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 
@@ -16,7 +18,7 @@ from tailrace.generation.engines.simulated import SimulatedEngine
 from tailrace.generation.router.replica import Replica
 from tailrace.generation.router.weights import WeightDistributor
 from tailrace.records import ModelStateDictRef
-from tests.generation.engine_support import Brake, request
+from tests.generation.engine_support import request
 
 QUICK = WeightPolicy(attempts=3, backoff_s=0.001)
 
@@ -212,21 +214,31 @@ async def test_a_trainer_that_was_started_again_replaces_weights_of_the_same_ver
         assert loader.loads == late.loads == [7, 7, 8]
 
 
-async def test_a_drain_that_waits_takes_the_newest_weights_there_are() -> None:
-    brake, policy = Brake(after_tokens=0), WeightPolicy("drain", "reset_prefix")
-    async with Generator(lambda: brake.on(SimulatedEngine()), policy) as generator, world(policy) as here:
-        long = asyncio.create_task(generator.generate(request("long", [1, 2], max_tokens=300)))
-        await until(lambda: generator.statistics().in_flight == 1)
-        await here.join(lambda published: generator.load_model_state_dict(_nothing, published.version))
-        for version in (1, 2, 3):
-            here.weights.publish(ref(version))
-            await asyncio.sleep(0.02)
-        brake.let_go()
-        await until(lambda: here.listener.installed == [3])
-        assert set((await long).policy_versions.tolist()) == {0}
-        assert generator.statistics().loads_total == 1
+async def test_a_drain_ends_however_many_requests_and_newer_versions_come_meanwhile() -> None:
+    policy = WeightPolicy("drain", "reset_prefix")
+    async with Generator(lambda: SimulatedEngine(step_s=0.002), policy) as generator, world(policy) as here:
+
+        async def ask(max_tokens: int) -> None:
+            for turn in itertools.count():
+                done = await generator.generate(request(f"{max_tokens}.{turn}", [1, 2], max_tokens=max_tokens))
+                assert len(set(done.policy_versions.tolist())) == 1
+
+        async with asyncio.TaskGroup() as asking:
+            asked = [asking.create_task(ask(max_tokens)) for max_tokens in (100, 110, 125, 140)]
+            await until(lambda: generator.statistics().in_flight == 4)
+            await here.join(lambda published: generator.load_model_state_dict(_opened_slowly, published.version))
+            for version in range(1, 300):
+                here.weights.publish(ref(version))
+                await asyncio.sleep(0.03)
+                if len(here.listener.installed) == 3:
+                    break
+            for one in asked:
+                one.cancel()
+        assert len(here.listener.installed) == 3
 
 
 @contextmanager
-def _nothing() -> Iterator[Mapping[str, torch.Tensor]]:
+def _opened_slowly() -> Iterator[Mapping[str, torch.Tensor]]:
+    """In longer than a step takes, so that requests are let in meanwhile."""
+    time.sleep(0.01)
     yield {}

@@ -4,7 +4,8 @@
                         ↑       a share of the replicas loads at once
     listener ←── installed: the lowest version that the replicas hold; or not installed
 
-The old weights serve until new ones are installed. Versions published while one loads are skipped but for the newest.
+The old weights serve until new ones are installed. Versions published while one loads are skipped but for the newest,
+and take no load back: under `drain` requests would be let in between, and no drain would come to its end.
 """
 
 from __future__ import annotations
@@ -174,26 +175,13 @@ class WeightDistributor:
         about = {"version": ref.version, "replica": replica.name}
         try:
             with phase("load_model_state_dict", track="weights", about=about):
-                drains = self._policy.update == "drain"
-                version = await (self._load_unless_newer(load, ref) if drains else load(ref))
+                version = await load(ref)
         except EngineFailed:
             raise
         except TailraceError as error:
             return error
         replica.version = max(replica.version, version)
         return None
-
-    async def _load_unless_newer(self, load: LoadModelStateDict, ref: ModelStateDictRef) -> int:
-        """A load that may wait long for running requests to end: newer weights take its place; -1 then."""
-        loading = asyncio.ensure_future(load(ref))
-        newer = asyncio.ensure_future(self._newer_than(ref.version, self._life_of_newest))
-        try:
-            await asyncio.wait({loading, newer}, return_when=asyncio.FIRST_COMPLETED)
-            return loading.result() if loading.done() else -1
-        finally:
-            loading.cancel()
-            newer.cancel()
-            await asyncio.gather(loading, newer, return_exceptions=True)
 
     def _report(self, replica: Replica, version: int, attempt: int, error: TailraceError) -> None:
         """Log an attempt that failed; after `attempts` of them the version counts as not installed."""
