@@ -154,6 +154,29 @@ def test_another_sessions_prompt_of_old_weights_is_reused_only_where_asked_for(
         engines.require_close(done.logprobs, forward_logprobs(newer, LONG_PROMPT, done.token_ids))
 
 
+def test_what_other_weights_of_the_same_version_cached_is_as_old_as_any(engines: EngineKind) -> None:
+    """A trainer that was started again trains its last versions once more."""
+    newer, driver = contract_model(1), engines.make()
+    driver.engine.load_model_state_dict(contract_model().state_dict(), 1)
+    driver.run(request("old", LONG_PROMPT, group="g", max_tokens=3))
+    driver.engine.add(request("running", [4, 2], max_tokens=20))
+    for _ in range(6):
+        driver.step()
+    driver.engine.load_model_state_dict(newer.state_dict(), 1)
+    [done] = driver.run(request("new", LONG_PROMPT, group="g", max_tokens=8))
+    assert (done.metrics["cached_prompt_tokens"], done.metrics["mixed_cache_tokens"]) == (0, 0)
+    engines.require_close(done.logprobs, forward_logprobs(newer, LONG_PROMPT, done.token_ids))
+    assert driver.done["running"].metrics["mixed_cache_tokens"] > 0
+
+
+def test_the_first_weights_that_come_are_those_that_the_engine_began_with(engines: EngineKind) -> None:
+    driver = engines.make()
+    driver.run(request("before", LONG_PROMPT, group="g", max_tokens=3))
+    driver.engine.load_model_state_dict(contract_model().state_dict(), 0)
+    [done] = driver.run(request("after", LONG_PROMPT, group="g", max_tokens=3))
+    assert done.metrics["cached_prompt_tokens"] > 0
+
+
 @pytest.mark.parametrize(("kv_cache", "reused"), [("keep", True), ("reset_prefix", False)])
 def test_a_session_reuses_its_own_older_prefix_only_under_keep(
     engines: EngineKind, kv_cache: str, reused: bool

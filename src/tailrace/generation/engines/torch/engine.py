@@ -126,6 +126,7 @@ class TorchEngine(Engine):
         )
         self._prefill_chunk_tokens = prefill_chunk_tokens
         self._reuse = Reuse(version, kv_cache, share_prefix_across_versions)
+        self._has_loaded = False
         self._seeds = np.random.default_rng(seed)
         self._waiting: deque[GenerationRequest] = deque()
         self._to_score: deque[GenerationRequest] = deque()
@@ -202,7 +203,9 @@ class TorchEngine(Engine):
     @override
     def load_model_state_dict(self, tensors: Mapping[str, torch.Tensor], version: int) -> None:
         self._model.install(tensors if isinstance(tensors, PreparedModelStateDict) else self._model.prepare(tensors))
-        self._reuse = replace(self._reuse, version=version)
+        if version == self._version and self._has_loaded:  # others of it; the first to come are the engine's own
+            self._table.outdate(version)
+        self._reuse, self._has_loaded = replace(self._reuse, version=version), True
 
     @override
     def reset_prefix_cache(self, *, preempt_running: bool) -> None:

@@ -105,7 +105,7 @@ class SlotTable:
         self.seed = np.zeros(slots, np.uint64)
         self.stop_ids = np.full((slots, max_stop_ids), -1, np.int64)
         self.cache_version = np.zeros(slots, np.int64)
-        """Oldest version that wrote keys and values of the row."""
+        """Oldest version that wrote keys and values of the row; less where other weights replaced that version's."""
         self.mixed = np.zeros(slots, np.int64)
         """Unreported tokens sampled over keys and values that older weights had a part in; always the last ones."""
         self.preempted = np.zeros(slots, np.int64)
@@ -157,6 +157,10 @@ class SlotTable:
         """End the row's request; its cache stays for the session."""
         self.state[row] = RowState.IDLE
         self.pending[row] = 0
+
+    def outdate(self, version: int) -> None:
+        """Other weights of this version come: what those before them cached is older."""
+        np.minimum(self.cache_version, version - 1, out=self.cache_version)
 
     def forget(self, row: int) -> None:
         """Free the row and what it cached."""

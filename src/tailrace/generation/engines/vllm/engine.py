@@ -191,6 +191,8 @@ class VllmEngine(Engine):
         except EngineFailed as error:
             self._failure = error
             raise
+        if version == self._version and self._installed_s:  # others of it; the first to come are the engine's own
+            self._salts.renew()
         self._version = version
         self._installed_s = time.monotonic()
         self._salt_waiting_again()
