@@ -33,7 +33,7 @@ from tailrace.generation.engines.vllm.engine import VllmEngine
 from tailrace.generation.engines.vllm.options import known_options, require_vllm
 from tailrace.generation.engines.vllm.packing import PackedModelStateDict
 from tailrace.generation.settings import GeneratorSettings, ModelSettings
-from tests.generation.engine_kinds import contract_model, require_vllm_installed, start_vllm
+from tests.generation.engine_kinds import contract_model, require_vllm_installed, start_vllm, vllm_kind
 from tests.generation.engine_support import SHAPE, Driver, forward_logprobs, greedy_reference, request
 
 if TYPE_CHECKING:
@@ -50,6 +50,15 @@ def _installed() -> None:
 @pytest.fixture(scope="module")
 def core(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InprocClient]:
     started = start_vllm(tmp_path_factory.mktemp("model"), asynchronous=False)
+    yield started
+    started.shutdown()
+
+
+@pytest.fixture(scope="module")
+def cramped_core(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InprocClient]:
+    """Its cache holds one and a half of the longest contexts, and a step computes 32 tokens."""
+    options = {"num_gpu_blocks_override": 7, "max_num_batched_tokens": 32}
+    started = start_vllm(tmp_path_factory.mktemp("model"), asynchronous=False, **options)
     yield started
     started.shutdown()
 
@@ -222,6 +231,41 @@ def test_what_vllm_alone_refuses_costs_one_request(core: InprocClient) -> None:
     with pytest.raises(RequestRefused, match="request odd: vLLM refuses it: prompt_logprobs must be"):
         driver.engine.add(request("odd", [1, 2], score_top_k=-2))
     assert driver.run(request("good", [1, 2], max_tokens=4))[0].num_tokens == 4
+
+
+def test_what_a_request_that_vllm_preempted_computes_again_is_of_the_new_weights_alone(
+    cramped_core: InprocClient,
+) -> None:
+    new, driver, prompt = contract_model(1), vllm_kind(cramped_core).make(), [*range(1, 31)]
+    driver.engine.add(request("kept", prompt, max_tokens=90))
+    driver.engine.add(request("preempted", prompt[::-1], max_tokens=90))
+    for running in (2, 1):
+        while driver.engine.statistics().running != running:
+            driver.step()
+    assert not driver.done
+    driver.engine.load_model_state_dict(new.state_dict(), 1)
+    driver.finish()
+    done = driver.done["preempted"]
+    after = done.policy_versions == 1
+    assert 0 < after.sum() < 90
+    assert (done.metrics["preemptions"], done.metrics["mixed_cache_tokens"]) == (1, 0)
+    np.testing.assert_allclose(
+        done.logprobs[after], forward_logprobs(new, prompt[::-1], done.token_ids)[after], atol=2e-3
+    )
+    assert driver.done["kept"].metrics["mixed_cache_tokens"] > 0
+
+
+def test_a_prompt_that_was_half_computed_when_the_cache_was_reset_is_of_the_new_weights_alone(
+    cramped_core: InprocClient,
+) -> None:
+    driver = vllm_kind(cramped_core).make()
+    driver.engine.add(request("r", [*range(1, 91)], max_tokens=8))
+    driver.step()
+    driver.engine.reset_prefix_cache(preempt_running=True)
+    driver.engine.load_model_state_dict(contract_model(1).state_dict(), 1)
+    driver.finish()
+    assert driver.done["r"].policy_versions.tolist() == [1] * 8
+    assert driver.done["r"].metrics["mixed_cache_tokens"] == 0
 
 
 async def test_the_loop_swaps_weights_while_requests_go_on(core: InprocClient) -> None:

@@ -209,7 +209,7 @@ class VllmEngine(Engine):
         if not self._client.reset_prefix_cache(reset_running_requests=preempt_running):
             raise GenerationError("vLLM refused to reset its prefix cache: blocks of it are still in use")
         for progress in self._running.values():
-            progress.forget_cache()
+            progress.forget_cache(time.monotonic())
 
     @override
     def statistics(self) -> EngineStatistics:
@@ -295,7 +295,11 @@ class VllmEngine(Engine):
             if self._kv_cache == "keep" and not progress.opens_session:
                 continue
             self._salts.begin_again(session_id)
-            progress.salt = self._salts.salt(session_id, self._version)
+            salt = self._salts.salt(session_id, self._version)
+            if salt == progress.salt:
+                continue
+            progress.salt = salt
+            progress.forget_cache(self._installed_s)
             request = scheduler.requests[progress.core_id]
             request.cache_salt = progress.salt
             request.block_hashes.clear()

@@ -44,6 +44,8 @@ class Progress:
     mixed_cache_tokens: int = 0
     """Of the unreported tokens, the last ones."""
     nonfinite_logprobs: int = 0
+    _forgotten_s: float = field(init=False, default=0.0)
+    """When keys and values that it had were gone."""
     _token_ids: Int32Array = field(init=False)
     _logprobs: Float32Array = field(init=False)
     _versions: Int32Array = field(init=False)
@@ -102,9 +104,9 @@ class Progress:
         """Its first keys and values were computed by some older weights."""
         self.cache_s = _LONG_AGO_S
 
-    def forget_cache(self) -> None:
+    def forget_cache(self, now_s: float) -> None:
         """Its keys and values are gone, and will be computed again."""
-        self.cache_s = 0.0
+        self.cache_s, self._forgotten_s = 0.0, now_s
 
     def report(self, reason: FinishReason | None, now_s: float) -> SampledTokens:
         """The unreported tokens, which are reported by this."""
@@ -143,7 +145,8 @@ class Progress:
         for event in output.events or ():
             if event.type.name == "SCHEDULED":
                 self.started_s = self.started_s or event.timestamp
-                self.cache_s = self.cache_s or event.timestamp
+                if event.timestamp >= self._forgotten_s:  # vLLM tells events with the next token
+                    self.cache_s = self.cache_s or event.timestamp
             elif event.type.name == "PREEMPTED":
                 self.preemptions += 1
         if output.prefill_stats is not None and self.first_token_s == 0.0:
