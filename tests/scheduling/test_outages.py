@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from tailrace.errors import JudgeFailed, NothingLeft, ScoringFailed, TrainingError
-from tailrace.records import Group, TerminalState
+from tailrace.records import Group, GroupId, Rollout, RolloutId, Task, TerminalState
 from tailrace.scheduling import TaskSource, TaskStream
 from tailrace.scheduling.backoff import FAILURES_IN_A_ROW, LONGEST_PAUSE_S, Backoff
 from tailrace.scheduling.mistakes import TASKS, Mistakes
@@ -65,6 +65,25 @@ def test_tasks_are_drawn_without_the_environments_that_pause_and_interrupted_one
     assert [key is None or key.environment != interrupted.environment for key in others] == [True] * 9
     assert others[8] is None  # the other one's tasks are all drawn
     assert stream.draw() == interrupted
+
+
+def test_after_a_pause_one_group_tries_and_all_others_once_it_came_back() -> None:
+    async def run() -> None:
+        tried: dict[float, set[GroupId]] = {}
+        world = failing_until(10.0, max_running=32, max_staleness=8, max_retries=1)
+        play = world.runner.run
+
+        async def counted(task: Task, *, group_id: GroupId, rollout_id: RolloutId, attempt: int) -> Rollout:
+            tried.setdefault(asyncio.get_running_loop().time(), set()).add(group_id)
+            return await play(task, group_id=group_id, rollout_id=rollout_id, attempt=attempt)
+
+        world.runner.run = counted  # type: ignore[method-assign]
+        await world.run()
+        assert {at_s: len(groups) for at_s, groups in tried.items() if 1.0 < at_s < 10.0} == {4.0: 1, 9.0: 1}
+        assert len(tried[0.0]) == 8
+        assert len(tried[10.0]) >= 5
+
+    run_in_virtual_time(run())
 
 
 def test_an_outage_of_half_a_minute_costs_some_rollouts_and_not_the_run() -> None:

@@ -14,6 +14,8 @@ import logging
 from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
 
+from tailrace.records import GroupId
+
 FAILURES_IN_A_ROW: Final = 8
 """So many, and nothing that came back between them: then an environment pauses."""
 FIRST_PAUSE_S: Final = 1.0
@@ -51,6 +53,8 @@ class Backoff:
 
     def __init__(self) -> None:
         self._outages: dict[tuple[str, Part], _Outage] = {}
+        self._trying: dict[str, GroupId] = {}
+        """Of environments that have paused: the group that tries whether they work again."""
 
     def failed(self, environment: str, part: Part, *, now_s: float) -> float:
         """One more failed. Returns the seconds of the pause that begins with it; 0 where none does."""
@@ -73,6 +77,27 @@ class Backoff:
         outage = self._outages.pop((environment, part), None)
         if outage is not None and outage.pause_s:
             _logger.warning("environment %r works again, after %.0f s", environment, now_s - outage.since_s)
+        if environment not in self.paused:
+            self._trying.pop(environment, None)
+
+    def may_try(self, environment: str, group_id: GroupId, *, now_s: float) -> bool:
+        """Whether a group may try again what failed of it: after a pause one does, and goes on while it is open.
+
+        >>> backoff = Backoff()
+        >>> _ = [backoff.failed("shop", "rollouts", now_s=0.0) for _ in range(8)]
+        >>> [backoff.may_try("shop", GroupId(one), now_s=1.0) for one in ("a", "b")]
+        [True, False]
+        >>> backoff.group_ended("shop", GroupId("a")); backoff.may_try("shop", GroupId("b"), now_s=1.0)
+        True
+        """
+        if self.pause_left_s(environment, now_s=now_s):
+            return False
+        return environment not in self.paused or self._trying.setdefault(environment, group_id) == group_id
+
+    def group_ended(self, environment: str, group_id: GroupId) -> None:
+        """Another one may try."""
+        if self._trying.get(environment) == group_id:
+            del self._trying[environment]
 
     def pause_left_s(self, environment: str, *, now_s: float) -> float:
         """Seconds until the environment may be tried again."""

@@ -11,6 +11,7 @@ wait for (agents, tools, rewards, requests); the group ends once all of them hav
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -65,6 +66,8 @@ class GroupPlayer:
         self._accounts, self._observer, self._settings = accounts, accounts.observer, settings
         self._whole_groups = frozenset(whole_groups)
         self._backoff, self._now_s = backoff, asyncio.get_running_loop().time
+        self._resumes = asyncio.Event()
+        """Set when an environment may work again, or another group may try it."""
         self._untrainable = untrainable
         self._mistakes = Mistakes(lambda environment: tasks.reward_range(environment) is not None)
 
@@ -84,6 +87,8 @@ class GroupPlayer:
         else:
             await self._score(group, Group(group.group_id, task, rollouts))
         self._outstanding.end(group)
+        self._backoff.group_ended(group.key.environment, group.group_id)
+        self._resumes.set()
         if group.released:
             self._untrainable.reset()
         else:
@@ -108,8 +113,8 @@ class GroupPlayer:
         for attempt in itertools.count():
             if member.failures > self._settings.max_retries:
                 return
-            if attempt and (pause_s := self._backoff.pause_left_s(task.environment, now_s=self._now_s())):
-                await asyncio.sleep(pause_s)
+            if attempt:
+                await self._until_it_may_try(group)
             if group.stop is not None:
                 return
             if member.rollout_id is None:
@@ -119,6 +124,15 @@ class GroupPlayer:
                 self._finish(group, member, member.rollout)
                 return
             member.rollout_id = None
+
+    async def _until_it_may_try(self, group: OpenGroup) -> None:
+        """Waits while the group's environment pauses, and then while another group tries whether it works again."""
+        environment = group.key.environment
+        while not self._backoff.may_try(environment, group.group_id, now_s=self._now_s()):
+            self._resumes.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._backoff.pause_left_s(environment, now_s=self._now_s()) or None):
+                    await self._resumes.wait()
 
     def _finish(self, group: OpenGroup, member: Member, rollout: Rollout) -> None:
         self._observer.rollout_finished(rollout)
@@ -163,6 +177,7 @@ class GroupPlayer:
 
     def _came_back(self, environment: str, part: Part) -> None:
         self._backoff.came_back(environment, part, now_s=self._now_s())
+        self._resumes.set()
         self._mistakes.came_back(environment, part)
 
     def _end_stopped(self, group: OpenGroup, reason: str) -> None:
