@@ -97,6 +97,20 @@ def test_every_command_is_one_that_tailrace_has(
         require_known([word.replace("/etc/tailrace/settings", str(tmp_path)) for word in command(container)])
 
 
+def test_a_pod_without_gpus_starts_a_run_whose_trainer_has_one(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_a_gpu = ("--gpus-per-node", "1", "--trainer.device", "cuda")
+    manifests = rendered(capsys, *CASES["a trainer in a pod of its own"], *on_a_gpu)
+    found = containers(manifests)
+    assert "nvidia.com/gpu" in found["Job", "quickstart-trainer"]["resources"]["limits"]
+    assert "limits" not in found["Job", "quickstart"]["resources"]
+    (tmp_path / "quickstart.toml").write_text(manifests["ConfigMap", "quickstart-settings"]["data"]["quickstart.toml"])
+    words = [word.replace("/etc/tailrace/settings", str(tmp_path)) for word in command(found["Job", "quickstart"])]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert main([*words[1:], "--dry-run"]) == 0, capsys.readouterr().err
+
+
 def test_names_reach_the_roles_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
     manifests = rendered(capsys, *CASES["names that Kubernetes would take for references"])
     serve = command(containers(manifests)["StatefulSet", "run-1-b-generators"])

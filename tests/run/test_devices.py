@@ -53,6 +53,26 @@ def test_settings_choose() -> None:
     ) == dict.fromkeys(("trainer", "generator-0", "generator-1"), ("5",))
 
 
+ELSEWHERE = ("--placement", "redis", "--transport.redis.url", "redis://host", "--trainer.device", "cuda")
+
+
+def test_a_trainer_elsewhere_takes_no_gpu_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    generators = ("--generator.device", "cuda", "--generator.replicas", "4")
+    shares = {"generator-0": ("4",), "generator-1": ("5",), "generator-2": ("GPU-6",), "generator-3": ("7",)}
+    assert devices(*ELSEWHERE, *generators) == shares
+    assert devices(*ELSEWHERE, *generators, "--trainer.devices", "GPU-b") == {**shares, "trainer": ("GPU-b",)}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert devices(*ELSEWHERE) == {}
+
+
+def test_a_trainer_elsewhere_sees_all_gpus_there_unless_its_own_are_named() -> None:
+    for named, device in (((), "cuda:1"), (("--trainer.devices", "GPU-b"), "cuda")):
+        chosen = (*ELSEWHERE[:-1], "cuda:1", "--generator.device", "cuda:1", *named)
+        settings = tiny_settings(*chosen)
+        changed = in_own_process(settings, role_devices(settings))
+        assert (changed.trainer.device, changed.generator.device) == (device, "cuda")
+
+
 def test_a_role_that_sees_its_own_alone_computes_on_the_first() -> None:
     settings = tiny_settings("--trainer.device", "cuda:3", "--generator.device", "cuda:1")
     changed = in_own_process(settings, role_devices(settings))

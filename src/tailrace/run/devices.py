@@ -16,15 +16,21 @@ from tailrace.training.settings.trainer import TrainerSettings
 
 
 def role_devices(settings: RunSettings) -> dict[str, tuple[str, ...]]:
-    """Ids of GPUs by role, for roles that need any. May ask the driver, for seconds. Raises `SettingsError`."""
+    """Ids of GPUs by role, for roles that need any. May ask the driver, for seconds. Raises `SettingsError`.
+
+    A trainer that another machine has is given those that the settings name, and else uses what is seen there.
+    """
     launcher = launcher_class(settings.placement)
     if launcher.finds_devices:
         _require_transfer(settings, {})
         return {}
     pool = launcher.devices()
-    needs = _needs(settings, pool)
+    is_elsewhere = not launcher.others_have.isdisjoint(settings.trainer.rank_names)
+    needs = _needs(settings, pool, has_trainer=not is_elsewhere)
     if not launcher.runs_in_this_process:
         devices = assign_devices(needs, pool)
+        if is_elsewhere and settings.trainer.devices:
+            devices[settings.trainer.rank_names[0]] = settings.trainer.devices
         _require_transfer(settings, devices)
         return devices
     for need in needs:  # roles of one process see the same GPUs, and each picks its own by `device`
@@ -34,10 +40,15 @@ def role_devices(settings: RunSettings) -> dict[str, tuple[str, ...]]:
 
 def in_own_process(settings: RunSettings, devices: Mapping[str, tuple[str, ...]]) -> RunSettings:
     """The settings of roles that see only their own GPUs: the first of them is `cuda`."""
+    trainer, generator = settings.trainer, settings.generator
+    ranks = {*trainer.rank_names}
     changed = {
         name: section.model_copy(update={"device": "cuda"})
-        for name, section in (("trainer", settings.trainer), ("generator", settings.generator))
-        if devices and section.device.startswith("cuda")
+        for name, section, given in (
+            ("trainer", trainer, devices.keys() & ranks),
+            ("generator", generator, devices.keys() - ranks),
+        )
+        if given and section.device.startswith("cuda")
     }
     return settings.model_copy(update=changed)
 
@@ -63,10 +74,11 @@ def _require_transfer(settings: RunSettings, devices: Mapping[str, tuple[str, ..
             )
 
 
-def _needs(settings: RunSettings, pool: Sequence[str]) -> list[DeviceNeed]:
+def _needs(settings: RunSettings, pool: Sequence[str], *, has_trainer: bool) -> list[DeviceNeed]:
+    """Of the roles that this machine has."""
     trainer, generator = settings.trainer, settings.generator
     needs = []
-    if trainer.device.startswith("cuda"):
+    if has_trainer and trainer.device.startswith("cuda"):
         needs += _rank_needs(trainer, pool)
     if not generator.connect:
         needs += _generator_needs(generator, pool)

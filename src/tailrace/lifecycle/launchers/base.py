@@ -174,6 +174,8 @@ class Launcher(ABC):
     """Whether its roles share this process's memory: what joins them are objects then, and no sockets."""
     has_roles_elsewhere: ClassVar[bool] = False
     """Whether roles are on other machines, and share no more with this one than the run's folder, and Redis."""
+    others_have: ClassVar[frozenset[str]] = frozenset()
+    """Roles that machines of which this one knows nothing have, and give their GPUs."""
     may_grow: ClassVar[bool] = False
     """Whether machines may have room for more roles than a run begins with."""
     hosts_agents: ClassVar[bool] = False

@@ -27,8 +27,6 @@ from tailrace.transport.redis.channels import RedisPlace
 
 _logger = logging.getLogger(__name__)
 
-ELSEWHERE = ("trainer",)
-"""Roles that other machines have."""
 BEAT_EVERY_S = 1.0
 _NOTICE_S = 10.0
 """How long a notice is there, unless it is given again."""
@@ -179,6 +177,7 @@ class RedisLauncher(LocalLauncher):
     """A process of this machine for each role, and another machine for the trainer."""
 
     has_roles_elsewhere = True
+    others_have = frozenset({"trainer"})
 
     @override
     async def close(self) -> None:
@@ -188,7 +187,7 @@ class RedisLauncher(LocalLauncher):
 
     @override
     def _handle_class_of(self, spec: RoleSpec) -> type[RoleHandle]:
-        return RemoteHandle if spec.name in ELSEWHERE else super()._handle_class_of(spec)
+        return RemoteHandle if spec.name in self.others_have else super()._handle_class_of(spec)
 
 
 LAUNCHER = RedisLauncher
