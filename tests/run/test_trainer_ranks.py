@@ -22,8 +22,9 @@ from tailrace.records import RunStatus
 from tailrace.reporting.summary import RunSummary, read_summary
 from tailrace.run.devices import role_devices
 from tailrace.run.ranks import Rank
-from tailrace.run.trainer_ranks import LaunchedRanks
+from tailrace.run.trainer_ranks import LaunchedRanks, launched_rank
 from tailrace.training.reports.token_export import read_tokens
+from tailrace.training.settings.trainer import TrainerSettings
 from tests.run.runs import (
     IMPORTS,
     PATIENCE_S,
@@ -203,6 +204,22 @@ def test_a_dry_run_tells_of_the_ranks(capsys: pytest.CaptureFixture[str]) -> Non
     assert "The trainer is 2 processes: each holds 1/2 of weights" in " ".join(capsys.readouterr().out.split())
     assert main(["train", "quickstart", *TINY, *TWO, "--trainer.sequence_parallel", "2", "--dry-run"]) == 0
     assert "takes a slice of each row that 2 of them compute together" in " ".join(capsys.readouterr().out.split())
+
+
+def test_steps_of_slurm_on_one_node_meet_at_ports_of_their_own() -> None:
+    two = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1"}
+    ports = {
+        (job, step): {
+            launched_rank(
+                TrainerSettings(ranks=2), {**two, "SLURM_JOB_ID": job, "SLURM_STEP_ID": step, "SLURM_PROCID": number}
+            ).port
+            for number in ("0", "1")
+        }
+        for job in ("4711", "4712")
+        for step in ("0", "1")
+    }
+    assert all(len(of_step) == 1 for of_step in ports.values())
+    assert len(set.union(*ports.values())) == len(ports)
 
 
 TAKING_A_ROLE = """

@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 
 _MEETING = "trainer-ranks"
 _ORPHAN_GRACE_S = 5.0
-_SLURM_PORT = 29511
+_SLURM_PORTS = range(20_000, 30_000)
+"""Below those that systems give to whoever asks for any."""
+_SLURM_STEP = ("SLURM_JOB_ID", "SLURM_STEP_ID")
 
 
 def trainer_store(where: TransportAddresses, size: int) -> Store:
@@ -102,8 +104,18 @@ def _rank_of(environment: Mapping[str, str]) -> Rank | None:
     else:
         return None
     number, size, local = (int(environment.get(name, "0")) for name in names)
-    host, port = environment.get("MASTER_ADDR", "127.0.0.1"), int(environment.get("MASTER_PORT", _SLURM_PORT))
-    return Rank(number=number, size=size, host=host, port=port, local=local)
+    host, port = environment.get("MASTER_ADDR", "127.0.0.1"), environment.get("MASTER_PORT")
+    return Rank(number=number, size=size, host=host, port=int(port or _slurm_port(environment)), local=local)
+
+
+def _slurm_port(environment: Mapping[str, str]) -> int:
+    """Of one step of one job, whose processes all know it: others may run on the same node.
+
+    >>> _slurm_port({"SLURM_JOB_ID": "4711", "SLURM_STEP_ID": "0"}), _slurm_port({"SLURM_JOB_ID": "4712"})
+    (26967, 27064)
+    """
+    job, step = (int(environment.get(name, "0")) for name in _SLURM_STEP)
+    return _SLURM_PORTS[(97 * job + step) % len(_SLURM_PORTS)]
 
 
 def _is_on_one_machine(rank: Rank, environment: Mapping[str, str]) -> bool:
@@ -122,4 +134,6 @@ def _launchers_store(rank: Rank) -> Store:
 
 
 def _key(name: str) -> str:
-    return f"tailrace/role of {name}"
+    """Of one step of Slurm's: should two meet at one port all the same, neither takes the other's role."""
+    step = ".".join(os.environ.get(variable, "") for variable in _SLURM_STEP)
+    return f"tailrace/role of {name} in step {step}"
