@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tailrace.cli import main
@@ -226,6 +228,26 @@ def test_a_machine_that_is_lost_is_followed_by_another(tmp_path: Path) -> None:
                 assert (status, run.leftovers()) == (0, []), printed
                 other.communicate(timeout=PATIENCE_S)
     require_one_history(run, 30)
+
+
+@needs_redis
+def test_deadlines_on_another_machine_are_those_of_the_run(tmp_path: Path) -> None:
+    with redis_server(tmp_path / "redis") as server, machine(tmp_path, server) as other:
+        deadlines = ("--restarts.silence_s", "4", "--transport.redis.outage_s", "2")
+        with command(tmp_path, *FRESH, "--max_steps", "100000", *ELSEWHERE, server.url, *deadlines) as run:
+            run.wait_for_steps(1)
+            (trainer,) = psutil.Process(other.pid).children()
+            trainer.suspend()
+            run.wait_until(lambda: records(run.folder / "metrics.jsonl")[-1].get("training/restarts") == 1)
+            log = (run.folder / "logs" / "orchestrator.log").read_text()
+            (silent_s,) = re.findall(r"stopped, and gave no sign of life for (\d+) s", log)
+            assert int(silent_s) < 60
+            server.kill()
+            status, printed = run.wait()
+            assert status == 1, printed
+        said, _ = other.communicate(timeout=PATIENCE_S)
+    assert other.returncode == 1, said
+    assert "was away for 2 s" in " ".join(said.split())
 
 
 @pytest.mark.parametrize(

@@ -47,8 +47,6 @@ _LOOK_S = 0.5
 _NEXT_LIFE_S = 60.0
 """How long to wait for the next life of the role, or the run's summary, while nobody seems to run in its folder: a
 client of NFS may show an old one for so long."""
-_SILENCE_S = 60.0
-"""How long the orchestrator may be silent while Redis is there, before its role is ended."""
 _ORDERLY = (ExitCode.FINISHED, ExitCode.TERMINATED)
 
 
@@ -66,6 +64,7 @@ async def join(name: str, url: str, runs: Path, prefix: str, say: Callable[[str]
     served: _Served | None = None
     status = int(ExitCode.FINISHED)
     while (notice := await _next_notice(place, served)) is not None:
+        place.outage_s = notice.outage_s
         say(f"has the {notice.name} of the run {name}, life {notice.life}")
         machine = _Machine(place, notice, runs)
         served = _Served(notice, machine.folder)
@@ -126,7 +125,7 @@ class _Machine:
             raise DataError(
                 f"the run {notice.run} is not below {runs}: name the folder that both machines see (--runs)"
             )
-        self._place = RedisPlace(place.url, Origin(notice.run, notice.epoch), prefix=place.prefix)
+        self._place = RedisPlace(place.url, Origin(notice.run, notice.epoch), notice.outage_s, place.prefix)
         self._changed = asyncio.Event()
         self._start: StartRole | None = None
         self._handle: RoleHandle | None = None
@@ -151,23 +150,27 @@ class _Machine:
                     going_on.result()  # raises where Redis is gone
                 return None
             going_on.cancel()
-            launcher = LocalLauncher(self._place.origin.epoch, self._paths.logs)
-            spec = replace(self._start.spec, settings=self._own_settings(self._start.spec.settings))
+            settings = self._own_settings(self._start.spec.settings)
+            run = settings.run
+            launcher = LocalLauncher(self._place.origin.epoch, self._paths.logs, run.shutdown)
+            launcher.restarts = run.restarts
             async with launcher:
+                spec = replace(self._start.spec, settings=msgspec.json.encode(settings))
                 self._handle = launcher.start(spec, is_replaceable=True)
-                return await self._until_left(self._handle)
+                return await self._until_left(self._handle, launcher.restarts.silence_s)
         finally:
             for task in (going_on, *self._tasks):
                 task.cancel()
             await self._channel.close()
 
-    async def _until_left(self, handle: RoleHandle) -> int:
+    async def _until_left(self, handle: RoleHandle, silence_s: float) -> int:
+        """The orchestrator may be silent for so long while Redis is there; then its role is ended."""
         telling = asyncio.create_task(self._tell_ready(handle), name="ready")
         self._tasks.add(telling)
         left = asyncio.ensure_future(handle.left())
         while not left.done():
             self._tell(Beat())
-            if self._is_alone():
+            if self._is_alone(silence_s):
                 await handle.stop()
             await asyncio.wait({left}, timeout=BEAT_EVERY_S)
         status = left.result()
@@ -177,12 +180,12 @@ class _Machine:
     async def _tell_ready(self, handle: RoleHandle) -> None:
         self._tell(RoleReady(await handle.ready()))
 
-    def _is_alone(self) -> bool:
+    def _is_alone(self, silence_s: float) -> bool:
         """Whether nobody wants this role any more: the run is over, or its orchestrator is gone."""
         now_s = asyncio.get_running_loop().time()
         if self._place.is_away:
             self._heard_s = now_s
-        return self._channel.failure is not None or now_s - self._heard_s > _SILENCE_S
+        return self._channel.failure is not None or now_s - self._heard_s > silence_s
 
     def _on_message(self, message: bytes) -> None:
         self._heard_s = asyncio.get_running_loop().time()
@@ -204,7 +207,7 @@ class _Machine:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def _own_settings(self, settings: bytes) -> bytes:
+    def _own_settings(self, settings: bytes) -> RoleSettings:
         """The same, with this machine's paths and its way to Redis."""
         theirs = msgspec.json.decode(settings, type=RoleSettings)
         assert theirs.where is not None, "no transports"
@@ -213,4 +216,4 @@ class _Machine:
             for name in ("shared_memory", "batch_files", "payloads")
         }
         where = msgspec.structs.replace(theirs.where, redis=self._place.url, **own)
-        return msgspec.json.encode(msgspec.structs.replace(theirs, run_folder=str(self._paths.root), where=where))
+        return msgspec.structs.replace(theirs, run_folder=str(self._paths.root), where=where)

@@ -41,6 +41,8 @@ class Notice(msgspec.Struct, frozen=True):
     life: int
     address: str
     """Of the conversation about it."""
+    outage_s: float
+    """How long the run waits for Redis."""
 
 
 class StartRole(msgspec.Struct, frozen=True, tag=True):
@@ -97,7 +99,8 @@ class RemoteHandle(RoleHandle):
         self._closing: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._heard_s = asyncio.get_running_loop().time()
         address = place.address(f"{self.spec.name}.{role.life}")
-        self._notice = Notice(place.origin.run, place.origin.epoch, self.spec.name, role.life, address)
+        origin = place.origin
+        self._notice = Notice(origin.run, origin.epoch, self.spec.name, role.life, address, place.outage_s)
         self._channel: Conversation = place.open_channel(
             address,
             bind=True,
