@@ -166,6 +166,7 @@ train)
   mkdir -p runs/run && touch runs/run/config.toml
   until [ -e runs/run/preempt ] || [ -e "$STAND_IN/over" ]; do sleep 0.05; done
   if [ -e "$STAND_IN/over" ]; then exit "$(<"$STAND_IN/over")"; fi
+  if [ -e "$STAND_IN/noticed" ]; then exit "$(<"$STAND_IN/noticed")"; fi
   exit 75
   ;;
 esac
@@ -196,6 +197,21 @@ def test_a_job_ends_by_notice_is_requeued_and_goes_on(capsys: pytest.CaptureFixt
     trained = [command for command in cluster.told("commands") if command.startswith("train")]
     connect = "--generator.connect=tcp://127.0.0.2:5757,tcp://127.0.0.2:5758"
     assert [(connect in one, one.endswith("--resume")) for one in trained] == [(True, False), (True, True)]
+
+
+@pytest.mark.parametrize(("status", "requeued"), [(0, []), (1, ["4711"]), (2, [])])
+def test_a_job_whose_run_misses_its_last_save_is_requeued(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, status: int, requeued: list[str]
+) -> None:
+    script = job_script(capsys, tmp_path / "work")
+    cluster = StandInSlurm(tmp_path / "slurm", nodes=2)
+    cluster.add("tailrace", STAND_IN_TAILRACE)
+    (cluster.folder / "noticed").write_text(str(status))
+    with cluster.job(script, {}) as job:
+        until((script.parent / "runs/run/config.toml").exists, job)
+        notify(job)
+        assert job.wait(PATIENCE_S) == status
+    assert cluster.told("requeued") == requeued
 
 
 @pytest.mark.parametrize("status", [0, 1, 2])

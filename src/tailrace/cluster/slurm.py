@@ -129,7 +129,8 @@ while kill -0 "$main" 2>/dev/null; do # a signal ended the wait
 done
 
 {ending}case "$status$noticed" in
-75* | 143yes) scontrol requeue "$SLURM_JOB_ID" ;; # goes on with --resume, on whatever nodes it is given
+# 1 after a notice: the last save took longer than shutdown.grace_s, and the checkpoint before it counts.
+75* | 143yes | 1yes) scontrol requeue "$SLURM_JOB_ID" ;; # goes on with --resume, on whatever nodes it is given
 esac
 exit "$status"
 """
