@@ -14,7 +14,7 @@ from typing_extensions import override
 from tailrace.config.shutdown import ShutdownSettings
 from tailrace.errors import LifecycleError, SettingsError
 from tailrace.lifecycle.exit_codes import ExitCode
-from tailrace.lifecycle.launchers import Launcher, RoleHandle, launcher_class
+from tailrace.lifecycle.launchers import Launcher, RoleHandle, base, launcher_class
 from tailrace.lifecycle.roles import Role, RoleSpec, resolve_entry
 
 PATIENCE_S = 60.0
@@ -135,6 +135,52 @@ async def test_no_role_outlives_its_launcher(launcher: Launcher, tmp_path: Path)
         for role in roles:
             await role.ready()
     assert not any(role.is_running for role in roles)
+
+
+class LingeringHandle(ThreadHandle):
+    """One that hears of no wish, and whose memory the system frees for a while once it is killed."""
+
+    @override
+    def _terminate(self) -> None:
+        """It does not hear."""
+
+    @override
+    def _kill(self) -> None:
+        asyncio.get_running_loop().call_later(0.3, super()._terminate)
+
+
+class HeldHandle(LingeringHandle):
+    """One that a hung disk holds."""
+
+    _kill = LingeringHandle._terminate
+
+
+class LingeringLauncher(ThreadLauncher):
+    @override
+    def _handle_class_of(self, spec: RoleSpec) -> type[RoleHandle]:
+        return HeldHandle if spec.name == "held" else LingeringHandle
+
+
+async def test_a_killed_role_may_take_longer_to_be_gone_than_one_that_is_asked(tmp_path: Path) -> None:
+    async with LingeringLauncher("epoch", tmp_path / "logs", ShutdownSettings(terminate_s=0.01)) as launcher:
+        role = launcher.start(spec("wait_for_stop", tmp_path))
+        await role.ready()
+        await role.stop()
+        assert not role.is_running
+
+
+async def test_a_role_that_the_system_holds_is_told_of_and_the_others_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(base, "KILLED_WITHIN_S", 0.6)
+    async with LingeringLauncher("epoch", tmp_path / "logs", ShutdownSettings(terminate_s=0.01)) as launcher:
+        roles = [launcher.start(spec("wait_for_stop", tmp_path, name)) for name in ("other", "held")]
+        for role in roles:
+            await role.ready()
+        with pytest.raises(LifecycleError, match=r"the held .* cannot be killed"):
+            await roles[1].kill()
+    assert [role.is_running for role in roles] == [False, True]
+    assert caplog.text.count("the held (None) cannot be killed: the system holds it") == 1
 
 
 @pytest.mark.parametrize(

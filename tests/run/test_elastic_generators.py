@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tailrace.run.replica_pool import Standing
 from tailrace.simulation.replica import CHUNK_TOKENS
 from tailrace.simulation.run import Simulation
 from tailrace.simulation.settings import SimulationPlan
@@ -124,6 +125,19 @@ def test_one_that_dies_twice_while_it_starts_is_started_again_where_another_serv
     simulation, fleet = play(script)
     require_nothing_lost(simulation, fleet)
     assert (fleet.generators.joins, fleet.generators.losses) == (2, 0)
+
+
+def test_one_whose_process_cannot_be_killed_is_given_up_and_the_run_goes_on() -> None:
+    async def script(fleet: ElasticFleet, simulation: Simulation) -> None:
+        while len(fleet.serving) < 2:  # noqa: ASYNC110 - what is waited for has no event
+            await asyncio.sleep(1)
+        fleet.held.add("generator-1")
+        fleet.lose("generator-1")
+
+    simulation, fleet = play(script)
+    require_nothing_lost(simulation, fleet)
+    assert fleet.generators.pool.standing("generator-1") is Standing.GIVEN_UP
+    assert (fleet.generators.joins, fleet.generators.losses) == (2, 1)
 
 
 def test_ten_join_and_leave_in_a_run_and_its_slots_follow() -> None:

@@ -126,6 +126,8 @@ class ModelledSource(ReplicaSource):
     async def end(self, client: ReplicaConnection | None, failure: Exception) -> EndedReplica:
         await asyncio.sleep(self._fleet.end_s)
         self._fleet.ended(self.name)
+        if self.name in self._fleet.held:
+            raise LifecycleError(f"the {self.name} cannot be killed")
         return EndedReplica(failure, by_itself=False)
 
     @override
@@ -151,6 +153,8 @@ class ElasticFleet(ModelledFleet):
         """Names of those that have one."""
         self.given_back: list[str] = []
         """Names of those that had one, in order."""
+        self.held = set[str]()
+        """Names of those whose processes cannot be killed."""
         self.end_s = 0.0
         """How long it takes until nothing is left of one."""
         self.lives: dict[str, Life] = {}

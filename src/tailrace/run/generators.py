@@ -39,6 +39,8 @@ class EndedReplica(NamedTuple):
     """For people."""
     by_itself: bool
     """With an error of its own; else it was killed."""
+    is_held: bool = False
+    """The system holds what is left of it: it cannot be started again."""
 
 
 class ReplicaSource(Protocol):
@@ -62,7 +64,7 @@ class ReplicaSource(Protocol):
         ...
 
     async def end(self, client: ReplicaConnection | None, failure: Exception) -> EndedReplica:
-        """Make sure that nothing is left of it; why it failed."""
+        """Make sure that nothing is left of it; why it failed. Raises `LifecycleError` where the system holds it."""
         ...
 
     async def let_go(self) -> None:
@@ -252,7 +254,9 @@ class Generators:
             while True:
                 await wait_until(self._changed, lambda: self.pool.wants(name))
                 self.pool.begins(name)
-                (reason, by_itself), _ = await self._live(source)
+                (reason, by_itself, is_held), _ = await self._live(source)
+                if is_held:
+                    break
                 now_s = asyncio.get_running_loop().time()
                 end = EarlyEnd(now_s, has_worked=self._have_served, by_itself=by_itself)
                 is_full = isinstance(reason, ClusterFull) and self.pool.does_without()
@@ -283,7 +287,8 @@ class Generators:
     async def _host(self, source: ReplicaSource) -> None:
         """One life of a guest, which nobody replaces."""
         try:
-            (reason, _), served = await self._live(source)
+            ended, served = await self._live(source)
+            reason = ended.reason
         except Exception as error:
             _logger.exception("%s cannot be used", source.name)
             self.pool.ended(source.name)
@@ -322,9 +327,13 @@ class Generators:
             failure, served = error, False
         if client is not None and not isinstance(failure, ReplicaReleased):
             client.fail(failure)
-        ended = await source.end(client, failure)
-        if isinstance(failure, ReplicaReleased):
-            ended = EndedReplica(failure, by_itself=False)
+        try:
+            ended = await source.end(client, failure)
+        except LifecycleError as error:
+            ended = EndedReplica(error, by_itself=False, is_held=True)
+        else:
+            if isinstance(failure, ReplicaReleased):
+                ended = EndedReplica(failure, by_itself=False)
         self._clients.pop(source, None)
         self._gone(source.name, ended.reason)
         return ended, served

@@ -81,9 +81,11 @@ class StartedGenerator(ReplicaSource):
             failure if status is None else self._handle.early_exit(),
             by_itself=status is None or not is_from_outside(status),
         )
-        await self._handle.kill()
-        if client is not None:
-            await client.leave()
+        try:
+            await self._handle.kill()
+        finally:
+            if client is not None:
+                await client.leave()
         if self._payloads is not None:
             self._payloads.writer_ended(self._handle.instance)
         return ended

@@ -29,6 +29,9 @@ _logger = logging.getLogger(__name__)
 _ORDERLY = (ExitCode.FINISHED, ExitCode.TERMINATED)
 """Statuses of a role that ended because it was asked to."""
 
+KILLED_WITHIN_S = 30.0
+"""How long a role may take to be gone once it was killed: the system first frees all of its memory, a GPU's too."""
+
 
 class RoleHandle(ABC):
     """A role, over all its lives. Made by its launcher, on a running event loop."""
@@ -44,6 +47,8 @@ class RoleHandle(ABC):
         """Its work is over: it may leave, with status 0."""
         self.is_stopping = False
         """It was asked to leave."""
+        self._is_held = False
+        """It was killed, and was not gone within the deadline."""
 
     # --- what a launcher implements ----------------------------------------------------------------------------------
 
@@ -121,18 +126,22 @@ class RoleHandle(ABC):
         self.is_stopping = True
         if self.is_running:
             self._terminate()
-            if not await self._leaves():
+            if not await self._leaves(self._launcher.settings.terminate_s):
                 _logger.warning("the %s did not end when it was asked to, and is killed", self.spec.name)
                 await self.kill()
             elif self.status not in _ORDERLY:
                 _logger.warning("the %s left when it was asked to, %s", self.spec.name, describe_exit(self.status or 0))
 
     async def kill(self) -> None:
-        """End it, and wait for that. Raises `LifecycleError` where it lives on past a deadline (a hung disk)."""
+        """End it, and wait for that. Raises `LifecycleError` where it lives on past a deadline (a hung disk).
+
+        One that did so before is not waited for again.
+        """
         self.is_stopping = True
         if self.is_running:
             self._kill()
-            if not await self._leaves():
+            self._is_held = not await self._leaves(0.0 if self._is_held else KILLED_WITHIN_S)
+            if self._is_held:
                 raise LifecycleError(f"the {self.spec.name} ({self.pid}) cannot be killed: the system holds it")
 
     async def restart(self) -> None:
@@ -150,15 +159,15 @@ class RoleHandle(ABC):
         loop = asyncio.get_running_loop()
         self._readied: asyncio.Future[str] = loop.create_future()
         self._left: asyncio.Future[int] = loop.create_future()
-        self.status, self.is_done, self.is_stopping = None, False, False
+        self.status, self.is_done, self.is_stopping, self._is_held = None, False, False, False
         self.life += 1  # a new address each time: the old life may still hold its own
         own_process = not self._launcher.runs_in_this_process
         address = self._launcher.address(self.instance)
         self._begin(Role(self.spec, self.life, address, self._was_ready, has_own_process=own_process))
 
-    async def _leaves(self) -> bool:
+    async def _leaves(self, within_s: float) -> bool:
         """Wait for it to leave, until the deadline; whether it did."""
-        await asyncio.wait({self._left}, timeout=self._launcher.settings.terminate_s)
+        await asyncio.wait({self._left}, timeout=within_s)
         return self._left.done()
 
 
@@ -253,9 +262,15 @@ class Launcher(ABC):
             handle.write_stacks()
 
     async def close(self) -> None:
-        """Stop every role that still runs, the last one started first. Closing twice does nothing."""
+        """Stop every role that still runs, the last one started first. Closing twice does nothing.
+
+        What the system holds is left to it, and told of.
+        """
         for handle in reversed([*self._handles.values()]):
-            await handle.stop()
+            try:
+                await handle.stop()
+            except LifecycleError as error:
+                _logger.error("stopping: %s", error)
 
     def kill(self) -> None:
         """End every role at once, without waiting (for a second Ctrl-C), and release what the launcher owns."""

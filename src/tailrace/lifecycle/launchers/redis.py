@@ -186,7 +186,7 @@ class RedisLauncher(LocalLauncher):
     async def close(self) -> None:
         await super().close()
         remote = [handle for handle in self._handles.values() if isinstance(handle, RemoteHandle)]
-        await asyncio.gather(*(handle.closed() for handle in remote))
+        await asyncio.gather(*(handle.closed() for handle in remote if not handle.is_running))
 
     @override
     def _handle_class_of(self, spec: RoleSpec) -> type[RoleHandle]:
