@@ -27,17 +27,17 @@ from tailrace.errors import DataError, SettingsError
 from tailrace.guards import guarded
 from tailrace.reporting.sinks import step_of_path
 from tailrace.reporting.tokens.files import files_in
-from tailrace.run.ownership import OWNER_FILE, own_folder
+from tailrace.run.ownership import OWNER_FILE, Ownership, own_folder
 from tailrace.transport.redis.feed_place import FEED_FILE
 
 
 class RunPaths:
     """Where a run's files are. See "A run's folder" in docs/concepts.md."""
 
-    def __init__(self, root: Path, held: int | None = None) -> None:
+    def __init__(self, root: Path, owned: Ownership | None = None) -> None:
         self.root = root
-        self.held = held
-        """What the run's processes inherit, so that the folder is theirs until the last of them has ended."""
+        self.owned = owned
+        """None where it is not this process's own."""
         self.settings = root / CONFIG_FILE
         self.recipe = root / RECIPE_FILE
         self.events = root / "events.jsonl"
@@ -142,7 +142,7 @@ def open_run_folder(settings: RunSettings, parent: Path) -> Iterator[RunPaths]:
     paths = RunPaths(parent / settings.name)
     if settings.resume and not paths.root.is_dir():
         raise _nothing_to_resume(paths)
-    with own_folder(paths.root) as held:
+    with own_folder(paths.root) as owned:
         is_there = any(path.name != OWNER_FILE for path in paths.root.iterdir())
         if settings.resume and not is_there:
             raise _nothing_to_resume(paths)
@@ -153,7 +153,7 @@ def open_run_folder(settings: RunSettings, parent: Path) -> Iterator[RunPaths]:
                 f"the run folder {paths.root} exists already, and nothing in it will be overwritten: choose another "
                 "--name, or add --resume to go on from its newest checkpoint"
             )
-        yield RunPaths(paths.root, held)
+        yield RunPaths(paths.root, owned)
 
 
 def _is_before_first_step(paths: RunPaths) -> bool:

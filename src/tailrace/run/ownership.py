@@ -7,7 +7,8 @@ The locks (`flock`) are the kernel's: one goes with the last process that has it
 leaves holds nobody up. Roles outlive a killed owner by some seconds, and for them the next owner waits.
 Not every shared file system tells one host of another's locks. So the owner renews the file's time stamp, and where the
 lock proves nothing, the folder is taken to be in use until the file has not been renewed for a while. A resume waits
-until that can be told: the owner elsewhere may just have been killed.
+until that can be told: the owner elsewhere may just have been killed. One that was only stopped for so long finds the
+next one's name in the file, or no file, and knows that it lost the folder.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ import os
 import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -60,6 +63,16 @@ class Owner(msgspec.Struct, frozen=True, kw_only=True):
         return f"process {self.pid} on {self.host}, since {self.started_at}"
 
 
+@dataclass(frozen=True, slots=True)
+class Ownership:
+    """A run's folder, as its owner has it."""
+
+    descriptor: int
+    """For the processes to inherit that write in it: nobody owns it after this one before they ended."""
+    lost: Future[None] = field(default_factory=Future)
+    """Done once another owner has it, or had, who took this one for gone."""
+
+
 async def wait_for_owner_elsewhere(folder: Path) -> None:
     """Wait until an owner on another host that may be alive renews its file, and so is, or has not for too long."""
     first = owner = await asyncio.to_thread(owner_in, folder)
@@ -90,29 +103,31 @@ def owner_in(folder: Path) -> tuple[Owner, int] | None:
 
 
 @contextlib.contextmanager
-def own_folder(folder: Path) -> Iterator[int]:
+def own_folder(folder: Path) -> Iterator[Ownership]:
     """Make the folder, and be its only owner in here; what this made and is empty at the end is removed again.
 
-    Gives a descriptor for the processes to inherit that write in it: nobody owns it after this one before they ended.
     Raises `DataError` where another process owns it, or where it cannot be written.
     """
     path = folder / OWNER_FILE
     made = [parent for parent in (folder, *folder.parents) if not parent.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = _take(path)
+        owner = Owner.of_this_process()
+        file = _take(path, owner)
     except OSError as error:
         raise DataError(f"cannot write the run folder {folder}: {error.strerror}") from error
-    released = threading.Event()
-    threading.Thread(target=_renew, args=(path, released), name="run-folder-owner", daemon=True).start()
-    held = None
+    released, held = threading.Event(), None
     try:
         held = _hold(folder)
-        yield held
+        owned = Ownership(held)
+        renewing = (path, owner, released, owned.lost)
+        threading.Thread(target=_renew, args=renewing, name="run-folder-owner", daemon=True).start()
+        yield owned
     finally:
         released.set()
         with contextlib.suppress(OSError):  # a disk that fails now has told so before
-            path.unlink()
+            if _is_of(path, owner):
+                path.unlink()
         with contextlib.suppress(OSError):  # it is not empty: the rule
             for parent in made:
                 parent.rmdir()
@@ -164,8 +179,8 @@ def may_be_alive(owner: Owner, *, is_locked_by_us: bool, silent_s: float) -> boo
     return not is_known and abs(silent_s) < LAPSES_AFTER_S
 
 
-def _take(path: Path) -> int:
-    """The descriptor of the file, locked and with this process in it. Raises `DataError` and `OSError`."""
+def _take(path: Path, owner: Owner) -> int:
+    """The descriptor of the file, locked and with this owner in it. Raises `DataError` and `OSError`."""
     while True:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
@@ -175,7 +190,8 @@ def _take(path: Path) -> int:
                 continue
             _require_gone(file, path, is_locked=is_locked)
             os.ftruncate(file, 0)
-            os.pwrite(file, msgspec.json.encode(Owner.of_this_process()) + b"\n", 0)
+            os.pwrite(file, msgspec.json.encode(owner) + b"\n", 0)
+            os.fsync(file)
             return file
         except BaseException:
             os.close(file)
@@ -218,10 +234,11 @@ def _in_use(path: Path, owner: Owner | None, what_to_do: str) -> DataError:
 
 
 def _owner(file: int) -> Owner | None:
-    """Who stands in the file; None in one that is new, or was cut short."""
+    """Who stands in the file; None in one that is new, or was cut short. Raises `OSError`."""
+    content = os.pread(file, 4096, 0)
     try:
         with guarded("it was cut short", DataError):
-            return msgspec.json.decode(os.pread(file, 4096, 0), type=Owner)
+            return msgspec.json.decode(content, type=Owner)
     except DataError:
         return None
 
@@ -234,10 +251,25 @@ def _is_at(file: int, path: Path) -> bool:
         return False
 
 
-def _renew(path: Path, released: threading.Event) -> None:
-    """In a thread of its own: no stall of the event loop makes the owner look gone."""
+def _is_of(path: Path, owner: Owner) -> bool:
+    """Whether that one stands in the file of this name. Raises `OSError` where that cannot be told."""
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        return _owner(file) == owner
+    finally:
+        os.close(file)
+
+
+def _renew(path: Path, owner: Owner, released: threading.Event, lost: Future[None]) -> None:
+    """In a thread of its own: no stall of the event loop makes the owner look gone. Ends once it lost the folder."""
     while not released.wait(RENEWED_EVERY_S):
         with contextlib.suppress(OSError):  # a disk that fails for a while: the next one counts
+            if not _is_of(path, owner):
+                lost.set_result(None)
+                return
             os.utime(path)
 
 

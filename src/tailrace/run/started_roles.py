@@ -297,7 +297,7 @@ async def _role_starter(settings: RunSettings, paths: RunPaths, log: MemoryEvent
     async with AsyncExitStack() as stack:
         launcher = launcher_class(settings.placement)(log.epoch, paths.logs, settings.shutdown)
         launcher.restarts = settings.restarts
-        launcher.inherited = () if paths.held is None else (paths.held,)
+        launcher.inherited = () if paths.owned is None else (paths.owned.descriptor,)
         if launcher.finds_devices:
             groups, spare = role_groups(settings), spare_groups(settings)
             launcher.cluster = ClusterPlan(settings.name, settings.ray, groups, paths.root, spare)

@@ -45,7 +45,7 @@ from tailrace.run.limits import require_room
 from tailrace.run.model_checks import require_frozen_models, require_known_files
 from tailrace.run.notices import wait_for_notice
 from tailrace.run.outside_trainer import OutsideProgram, program_beside, require_program
-from tailrace.run.ownership import wait_for_owner_elsewhere
+from tailrace.run.ownership import OWNER_FILE, Ownership, wait_for_owner_elsewhere
 from tailrace.run.page import page_beside, require_page, views_of_report
 from tailrace.run.parts import (
     describe_places,
@@ -94,9 +94,9 @@ async def train(
     """Train, and leave a run's folder under `parent`.
 
     `recipe` is what the settings were made of, before anything was laid over it: by it a resume tells what was edited
-    since. `given` are environments that only this process has, `abort` is called for a second signal to stop. Who stops
-    the run is told that `resume_with` goes on with it. `outside` is the trainer of a run with `trainer.feed = "stream"`
-    and `placement = "inline"`, which has all in this process.
+    since. `given` are environments that only this process has, `abort` is called for a second signal to stop, and once
+    the folder is another run's. Who stops the run is told that `resume_with` goes on with it. `outside` is the trainer
+    of a run with `trainer.feed = "stream"` and `placement = "inline"`, which has all in this process.
     Raises `TailraceError` before anything is started, and at the end what one of `callbacks` raised.
     """
     callbacks = callbacks or Callbacks()
@@ -187,7 +187,7 @@ async def _train_in(
             signals = until_written.enter_context(_stop_signals(run, live, abort, resume_with))
             async with (
                 callbacks.delivered(run.orchestrator.request_stop),
-                _watched(run, signals),
+                _watched(run, signals, partial(_end_without_folder, run, live, abort)),
                 program_beside(outside, run.roles.trainer, run.orchestrator.fail),
             ):
                 ended = await run.orchestrator.run()
@@ -244,7 +244,9 @@ def _tell_at_once(paths: RunPaths, resume_with: str) -> None:
 
 
 @contextlib.asynccontextmanager
-async def _watched(run: ComposedRun, signals: StopSignals) -> AsyncIterator[None]:
+async def _watched(
+    run: ComposedRun, signals: StopSignals, end_without_folder: Callable[[], None]
+) -> AsyncIterator[None]:
     """While the run goes on: what ends it where no part of it does."""
     ground = run.ground
     watches = [
@@ -253,12 +255,34 @@ async def _watched(run: ComposedRun, signals: StopSignals) -> AsyncIterator[None
             wait_for_notice(ground.paths.root, lambda: signals.ask(ExitCode.PREEMPTED)), name="notice of preemption"
         ),
     ]
+    if ground.paths.owned is not None:
+        losing = _until_lost(ground.paths.owned, end_without_folder)
+        watches.append(asyncio.create_task(losing, name="loss of the run's folder"))
     try:
         yield
     finally:
         for watch in watches:
             watch.cancel()
         await asyncio.gather(*watches, return_exceptions=True)
+
+
+async def _until_lost(owned: Ownership, end: Callable[[], None]) -> None:
+    """Waits for the folder to be another owner's."""
+    await asyncio.shield(asyncio.wrap_future(owned.lost))
+    end()
+
+
+def _end_without_folder(run: ComposedRun, live: LiveView, abort: Callable[[ExitCode], NoReturn]) -> None:
+    """The folder is another's: whatever is written there from now on, a last save and a summary too, would mix both."""
+    _logger.error(
+        "another run, which took this one for gone, has its folder %s, or somebody removed %s there: this run ends at "
+        "once, with no save",
+        run.ground.paths.root,
+        OWNER_FILE,
+    )
+    run.kill()
+    live.release_terminal()
+    abort(ExitCode.FAILED)
 
 
 async def _sum_up(run: ComposedRun, ended: TrainerEnded, exit_code: int) -> RunSummary:
