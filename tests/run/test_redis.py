@@ -21,7 +21,18 @@ from tailrace.free_ports import free_port
 from tailrace.records import RunStatus
 from tailrace.reporting.summary import read_summary
 from tailrace.transport.redis.server import RedisServer
-from tests.run.runs import IMPORTS, PATIENCE_S, RESUMED, ROLES, TINY, command, environment, records, tiny_settings
+from tests.run.runs import (
+    IMPORTS,
+    PATIENCE_S,
+    RESUMED,
+    ROLES,
+    TINY,
+    WITHOUT_MODEL,
+    command,
+    environment,
+    records,
+    tiny_settings,
+)
 from tests.run.test_trainer_restarts import FRESH, kill_trainer, require_one_history
 from tests.support.redis_servers import TlsServer, ask, make_certificates, needs_openssl, needs_redis, redis_server
 from tests.transport.redis.test_tls import RIGHTS
@@ -104,6 +115,17 @@ def test_a_run_waits_for_redis(tmp_path: Path, away_s: float, bodies: str) -> No
             assert (status, run.leftovers()) == (0, []), printed
         assert ask(server, "KEYS", "tailrace:run:*:to:*") == []
     require_one_history(run, 30)
+
+
+@needs_redis
+def test_batches_that_are_kept_for_a_trainer_do_not_fill_redis(tmp_path: Path) -> None:
+    with redis_server(tmp_path / "redis") as server:
+        ask(server, "CONFIG", "SET", "maxmemory", "6mb")
+        through = (*OVER_REDIS, "--transport.redis.url", server.url, "--transport.redis.outage_s", "5")
+        endless = ("--max_steps", "600", "--trainer.checkpoint_every_steps", "0")
+        with command(tmp_path, *FRESH, *WITHOUT_MODEL, *endless, *through) as run:
+            status, printed = run.wait()
+        assert status == 0, printed
 
 
 @needs_redis

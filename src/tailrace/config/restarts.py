@@ -43,6 +43,6 @@ class RestartSettings(BaseModel):
         ge=0,
         description="Megabytes of batches, routed experts included, that are kept since the newest checkpoint, to be"
         " trained again by a trainer that is started again; of shared memory no more than a quarter of what is free at"
-        " the start. Beyond that the oldest are let go, and a trainer that ends before the next checkpoint fails the"
-        " run.",
+        " the start, of Redis no more than a quarter of its maxmemory. Beyond that the oldest are let go, and a trainer"
+        " that ends before the next checkpoint fails the run.",
     )

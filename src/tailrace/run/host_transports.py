@@ -53,7 +53,7 @@ from tailrace.transport.payloads.accounts import PayloadAccounts
 from tailrace.transport.payloads.slab_store import FOLDER, OverflowingPayloadStore, SlabPayloadStore
 from tailrace.transport.payloads.store import MemoryPayloadStore, PayloadStore
 from tailrace.transport.redis.channels import RedisPlace
-from tailrace.transport.redis.connection import require_redis, with_password
+from tailrace.transport.redis.connection import memory_bound, require_redis, with_password
 from tailrace.transport.redis.feed_place import FeedPlace
 from tailrace.transport.redis.run_names import own_run_name
 from tailrace.transport.redis.sample_sender import RedisSampleSender
@@ -290,13 +290,17 @@ class HostTransports(Transports):
     def _retained_bytes(self) -> int | None:
         """Of batches that a trainer would train again, and of their payloads; None where none is started again.
 
-        In shared memory, which weights and payloads need too, a quarter of what is free at most.
+        In shared memory, which weights and payloads need too, a quarter of what is free at most. In Redis a quarter of
+        what it takes: it holds them twice while a trainer is started again, and refuses all messages once it is full.
         """
         if not restarts_trainer(self._settings):
             return None
         chosen = int(self._settings.restarts.retained_mb * 1e6)
-        if self.redis is not None or self._batches in ("files", "zmq"):
+        if self._batches in ("files", "zmq"):
             return chosen
+        if self.redis is not None:
+            bound = self.redis.max_bytes if self._settings.transport.redis.bodies == "streams" else None
+            return chosen if bound is None else min(chosen, bound // 4)
         return min(chosen, shutil.disk_usage(self._shared_memory).free // 4)
 
     @property
@@ -419,6 +423,8 @@ async def host_transports(settings: RunSettings, paths: RunPaths, launcher: Laun
             where = msgspec.structs.replace(where, events=place.address("events"), batches=place.address("batches"))
         transports = HostTransports(where, settings, launcher.address(ORCHESTRATOR), launcher.weights)
         stack.callback(transports.lender.close)
+        if transports.redis is not None:
+            transports.redis.max_bytes = await asyncio.to_thread(memory_bound, redis)
         launcher.redis = transports.redis
         streams = transports.redis or transports.samples
         if streams is not None and not settings.transport.redis.start:  # nobody else knows one of the run's own

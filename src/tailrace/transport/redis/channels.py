@@ -95,6 +95,8 @@ class RedisPlace:
     origin: Origin
     outage_s: float = 60.0
     prefix: str = "tailrace"
+    max_bytes: int | None = None
+    """That Redis takes at most, where there is a bound and it was asked for."""
     _listeners: list[Callable[[bool], None]] = field(default_factory=list)
     _users: list[RedisUser] = field(default_factory=list)
     _failure: TransportError | None = None

@@ -9,6 +9,7 @@ Commands are sent as they are and answered as Redis answers them (RESP2), a pipe
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -298,6 +299,12 @@ def require_redis(url: str, within_s: float = _FIRST_S) -> None:
             "set it to noeviction",
             key=_URL,
         )
+
+
+def memory_bound(url: str) -> int | None:
+    """Bytes that Redis takes at most (`maxmemory`); None: whatever its machine has. Blocks."""
+    with contextlib.closing(RedisConnection(url)) as connection:
+        return int(_info(connection.one("INFO", "memory")).get("maxmemory", "0")) or None
 
 
 def _info(reply: Reply) -> dict[str, str]:
