@@ -264,6 +264,8 @@ def test_deadlines_on_another_machine_are_those_of_the_run(tmp_path: Path) -> No
             log = (run.folder / "logs" / "orchestrator.log").read_text()
             (silent_s,) = re.findall(r"stopped, and gave no sign of life for (\d+) s", log)
             assert int(silent_s) < 60
+            weights = "tailrace-run-*/model-state-dict-*"  # of the second life alone, once it has published
+            run.wait_until(lambda: {path.name.split("-")[4] for path in run.folder.glob(weights)} == {"1"})
             server.kill()
             status, printed = run.wait()
             assert status == 1, printed

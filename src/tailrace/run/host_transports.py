@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -194,14 +194,15 @@ class HostTransports(Transports):
     def _published(self, rank: int, address: str) -> Iterator[ModelStateDictStore]:
         """Where the trainer publishes."""
         with ExitStack() as stack:
-            store: ModelStateDictStore = SharedMemoryModelStateDictStore(self._shared_memory)
+            life = self.where.trainer_life
+            store: ModelStateDictStore = SharedMemoryModelStateDictStore(self._shared_memory, life)
             if self._transfers_weights and rank == 0:
                 place, deadline_s = self._transfer_place(address), self._settings.trainer.collective_timeout_s
                 store = TransferringModelStateDictStore(place, deadline_s)
             elif self._brings_weights and rank == 0:
                 folder = NodeFolder(self.where.epoch, _host_of(address))
                 stack.callback(folder.leave)
-                store = NodeModelStateDictStore(folder.path, _host_of(address))
+                store = NodeModelStateDictStore(folder.path, _host_of(address), life)
             stack.callback(store.close)
             yield store
 
@@ -233,7 +234,7 @@ class HostTransports(Transports):
     def _transfer_place(self, address: str = "") -> TransferPlace:
         """`address` is where the trainer's role may listen: its host is its node's where roles are on several."""
         if self.where.keys is None:
-            return TransferPlace(self._shared_memory)
+            return TransferPlace(self._shared_memory, life=self.where.trainer_life)
         return TransferPlace(self._shared_memory, _host_of(address), self.where.keys.derived("weight transfers"))
 
     @property
@@ -281,10 +282,9 @@ class HostTransports(Transports):
         self.where = msgspec.structs.replace(self.where, events=events, batches=new, trainer_life=life)
         await batches.reconnect(new)
 
-    def forget_weights(self, pids: Sequence[int]) -> None:
-        """Remove what processes published that have ended. What is open stays readable."""
-        for pid in pids:
-            remove_published(self._shared_memory, pid)
+    def forget_weights(self, before_life: int) -> None:
+        """Remove what earlier lives of the trainer published. What is open stays readable."""
+        remove_published(self._shared_memory, before_life)
 
     @property
     def _retained_bytes(self) -> int | None:

@@ -218,10 +218,10 @@ class _RoleStarter:
         assert isinstance(batches, ChannelBatchSender)
         await self.transports.end_trainer_life(self.launcher, batches)
 
-    def forget_weights(self, pids: Sequence[int]) -> None:
-        """Remove what trainers of these processes published."""
+    def forget_weights(self, before_life: int) -> None:
+        """Remove what earlier lives of the trainer published."""
         assert isinstance(self.transports, HostTransports)
-        self.transports.forget_weights(pids)
+        self.transports.forget_weights(before_life)
 
     def start_generators(self, *, payloads: PayloadAccounts | None = None, with_trainer: bool = True) -> Generators:
         """Those that the settings ask for, or name; these must serve the model's weights unless a trainer sends its."""

@@ -123,8 +123,8 @@ class TrainerStarter(Protocol):
         """New addresses for the next life, at which `batches` waits for it."""
         ...
 
-    def forget_weights(self, pids: Sequence[int]) -> None:
-        """Remove what trainers of these processes published."""
+    def forget_weights(self, before_life: int) -> None:
+        """Remove what earlier lives of the trainer published."""
         ...
 
 
@@ -138,10 +138,9 @@ class TrainerLives(RunTrainer):
         self._end_log = starter.serve_log(log)
         self._ranks = starter.start_trainer()
         self._has_worked = self._is_over = False
-        self._ended_pids: list[int] = []
-        """Of lives that ended; what they published last may be on its way through the log until the next one starts."""
-        self._forgotten_pids: list[int] = []
-        """Of those, once the next life has started."""
+        self._first_kept_life = 0
+        """Before which none has weights that are needed: what the last one published may be on its way through the log
+        until the next one starts."""
         self._gone: asyncio.Future[LifecycleError] = asyncio.get_running_loop().create_future()
         self._keeping = asyncio.create_task(self._keep(), name="lives of the trainer")
 
@@ -168,7 +167,7 @@ class TrainerLives(RunTrainer):
         self._has_worked = True
         if not self.restarts:
             return
-        self._forgotten_pids, self._ended_pids = self._forgotten_pids + self._ended_pids, []
+        self._first_kept_life = self.restarts
         assert isinstance(self.batches, ChannelBatchSender)
         try:
             count = self.batches.resume_after(step)
@@ -195,9 +194,9 @@ class TrainerLives(RunTrainer):
 
     @override
     def published(self) -> None:
-        if self._forgotten_pids:
-            self._starter.forget_weights(self._forgotten_pids)
-            self._forgotten_pids = []
+        if self._first_kept_life:
+            self._starter.forget_weights(self._first_kept_life)
+            self._first_kept_life = 0
 
     @override
     def let_end(self) -> None:
@@ -269,7 +268,6 @@ class TrainerLives(RunTrainer):
 
     async def _end_life(self) -> None:
         """End all ranks and their sockets, and make new ones."""
-        self._ended_pids += [rank.pid for rank in self._ranks if rank.pid is not None]
         await asyncio.gather(*(rank.kill() for rank in self._ranks))
         await self._end_log()
         await self._starter.end_trainer_life(self.batches)

@@ -16,6 +16,7 @@ from tailrace.transport.weights.stores import (
     MemoryModelStateDictStore,
     ModelStateDictStore,
     SharedMemoryModelStateDictStore,
+    remove_published,
 )
 
 
@@ -93,6 +94,18 @@ def test_files_are_recycled_and_two_are_enough_without_a_reader(tmp_path: Path) 
             pass
     assert len(list(tmp_path.iterdir())) == 2
     store.close()
+
+
+def test_lives_of_a_publisher_keep_apart_and_earlier_ones_are_forgotten(tmp_path: Path) -> None:
+    """Though their process ids are the same, as in containers."""
+    lives = [SharedMemoryModelStateDictStore(tmp_path, life) for life in (0, 1, 10)]
+    for life in lives[:2]:
+        life.publish(weights(1), 1)
+    ref = lives[2].publish(weights(2), 2)
+    with lives[0].open(ref):
+        assert len([*tmp_path.iterdir()]) == 3
+    remove_published(tmp_path, 10)
+    assert [path.name for path in tmp_path.iterdir()] == [ref.uri]
 
 
 READER_THAT_DIES = """

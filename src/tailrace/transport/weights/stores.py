@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 PUBLISHED_FILE: Final = "model-state-dict-"
-"""What names of published files begin with; the publisher's process id follows."""
+"""What names of published files begin with; the publisher's process id follows, and which of its lives that was."""
 
 
 class ModelStateDict(Mapping[str, "torch.Tensor"]):
@@ -149,8 +149,9 @@ class SharedMemoryModelStateDictStore(ModelStateDictStore):
     was published, by their checksum, are not lent.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, life: int = 0) -> None:
+        """`life` is how often the publisher was started before: on other machines its process ids come again."""
+        self._folder, self._life = folder, life
         self._slots: list[SegmentFile] = []  # the newest content last
         self._sequences = itertools.count(1)
 
@@ -231,7 +232,8 @@ class SharedMemoryModelStateDictStore(ModelStateDictStore):
                 continue
             self._slots.remove(slot)
             return slot
-        slot = SegmentFile(self._folder / f"{PUBLISHED_FILE}{os.getpid()}-{len(self._slots)}.safetensors")
+        name = f"{PUBLISHED_FILE}{os.getpid()}-{self._life}-{len(self._slots)}.safetensors"
+        slot = SegmentFile(self._folder / name)
         fcntl.flock(slot, fcntl.LOCK_EX)
         return slot
 
@@ -239,8 +241,8 @@ class SharedMemoryModelStateDictStore(ModelStateDictStore):
 class NodeModelStateDictStore(SharedMemoryModelStateDictStore):
     """The trainer's end on a node whose memory the other nodes do not see: references name that node."""
 
-    def __init__(self, folder: Path, host: str) -> None:
-        super().__init__(folder)
+    def __init__(self, folder: Path, host: str, life: int = 0) -> None:
+        super().__init__(folder, life)
         self._host = host
 
     @override
@@ -284,10 +286,12 @@ def remove_abandoned(folder: Path, but: str) -> None:
             path.unlink(missing_ok=True)
 
 
-def remove_published(folder: Path, pid: int) -> None:
-    """Remove the files of a publisher that was killed. What a reader has open stays readable to it."""
-    for path in folder.glob(f"{PUBLISHED_FILE}{pid}-*"):
-        path.unlink(missing_ok=True)
+def remove_published(folder: Path, before_life: int) -> None:
+    """Remove the files of a publisher's earlier lives. What a reader has open stays readable to it."""
+    for path in folder.glob(f"{PUBLISHED_FILE}*-*-*"):
+        life = path.name.removeprefix(PUBLISHED_FILE).split("-")[1]
+        if life.isdecimal() and int(life) < before_life:
+            path.unlink(missing_ok=True)
 
 
 _ADAPTER_FILE = "adapter_model.safetensors"

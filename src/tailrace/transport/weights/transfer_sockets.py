@@ -37,6 +37,8 @@ class TransferPlace:
     """The trainer's IPv4 address, where generators are on other hosts."""
     key: bytes = field(default=b"", repr=False)
     """Of the run, for connections between hosts."""
+    life: int = 0
+    """How often the trainer was started before."""
 
 
 class TransferListener:
@@ -45,7 +47,7 @@ class TransferListener:
     def __init__(self, place: TransferPlace) -> None:
         self._key, path = (
             place.key if place.host else b"",
-            str(place.folder / f"{PUBLISHED_FILE}{os.getpid()}-transfer"),
+            str(place.folder / f"{PUBLISHED_FILE}{os.getpid()}-{place.life}-transfer"),
         )
         with as_transport_error(f"weights cannot be offered at {place.host or path}"):
             if place.host:
