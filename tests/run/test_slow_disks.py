@@ -12,9 +12,11 @@ from typing import IO, Any
 import pytest
 
 from tailrace.errors import DataError
+from tailrace.lifecycle.processes import STACKS_S
 from tailrace.records import RunStatus, TrainerEnded
 from tailrace.reporting.summary import read_summary
-from tests.run.runs import PATIENCE_S, RESUMED, records, run_inline
+from tailrace.run import watchdog
+from tests.run.runs import PATIENCE_S, RESUMED, environment, records, run_inline
 from tests.support.event_files import read_events
 
 
@@ -75,6 +77,28 @@ async def test_a_full_disk_under_the_event_log_fails_the_run_in_time_and_says_so
     is_later = first == b'{"type":"StepTrained"'
     of_trainer = [kind for kind in kept if kind != "ReplicaJoined"]
     assert of_trainer == ["TrainerStarted", "ModelStateDictPublished"] * is_later
+
+
+@pytest.mark.parametrize("disk", ["refuses", "hangs"])
+async def test_a_run_that_stands_still_ends_though_its_disk_takes_no_stacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disk: str
+) -> None:
+    works_again, opened = threading.Event(), Path.open
+
+    def open_on_a_bad_disk(path: Path, mode: str = "r", *args: Any, **options: Any) -> IO[Any]:
+        if path.name == "orchestrator.log" and mode == "a":
+            if disk == "hangs":
+                works_again.wait(PATIENCE_S)
+            raise OSError(errno.EIO, "Input/output error")
+        return opened(path, mode, *args, **options)
+
+    monkeypatch.setattr(Path, "open", open_on_a_bad_disk)
+    monkeypatch.setattr(watchdog, "_WRITES_S", STACKS_S + 0.5)
+    async with asyncio.timeout(PATIENCE_S / 2):
+        summary = await run_inline(tmp_path, *environment("waiting"), "--observability.watchdog_s", "2")
+    works_again.set()
+    assert summary.status is RunStatus.FAILED
+    assert "(observability.watchdog_s)" in summary.reason
 
 
 @pytest.mark.parametrize(("name", "is_file"), [("events.jsonl", False), ("logs", True), ("config.toml.part", False)])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import faulthandler
+import io
 from pathlib import Path
 
 from tailrace.errors import LifecycleError
@@ -12,6 +14,8 @@ from tailrace.run.composition import ComposedRun
 from tailrace.tracing.stacks import write_task_stacks
 
 _LOOK_EVERY_S = 1.0
+_WRITES_S = 10.0
+"""How long stacks may take to be written."""
 
 
 async def end_when_still(run: ComposedRun, watchdog_s: float) -> None:
@@ -22,15 +26,24 @@ async def end_when_still(run: ComposedRun, watchdog_s: float) -> None:
         view = run.view()
         still_s = stillness.observe(view)
     logs = run.ground.paths.logs
-    run.rollouter.write_stacks()
-    await run.roles.write_stacks()
-    _write_own_stacks(logs / "orchestrator.log")
+    with contextlib.suppress(OSError, TimeoutError):  # a disk that takes nothing may be what all wait for
+        async with asyncio.timeout(_WRITES_S):
+            await _write_stacks(run, logs / "orchestrator.log")
     why = f"{describe_stillness(view, still_s)} (observability.watchdog_s)"
     await run.orchestrator.fail(LifecycleError(f"{why}; where every process stood is at the end of its log in {logs}"))
 
 
-def _write_own_stacks(log: Path) -> None:
+async def _write_stacks(run: ComposedRun, own_log: Path) -> None:
+    """Of every process, into its log. Raises `OSError`."""
+    run.rollouter.write_stacks()
+    await run.roles.write_stacks()
+    waiting = io.StringIO()
+    write_task_stacks(waiting)
+    await asyncio.to_thread(_write_own_stacks, own_log, waiting.getvalue())
+
+
+def _write_own_stacks(log: Path, waiting: str) -> None:
     """Of all threads of this process, and of what waits on its event loop."""
     with log.open("a", encoding="utf-8") as file:
         faulthandler.dump_traceback(file)
-        write_task_stacks(file)
+        file.write(waiting)
