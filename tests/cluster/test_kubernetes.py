@@ -155,6 +155,12 @@ def test_pods_whose_status_says_that_the_run_goes_on_are_replaced(capsys: pytest
     assert ignored == {"quickstart": [[75]], "quickstart-trainer": [[75, 143]]}
 
 
+def test_every_pod_has_a_first_process_that_reaps_orphans(capsys: pytest.CaptureFixture[str]) -> None:
+    manifests = rendered(capsys, *CASES["a trainer in a pod of its own"])
+    pods = [one["spec"]["template"]["spec"] for one in manifests.values() if "template" in one.get("spec", {})]
+    assert [pod["shareProcessNamespace"] for pod in pods] == [True] * 3
+
+
 def test_no_secret_is_rendered(capsys: pytest.CaptureFixture[str]) -> None:
     manifests = rendered(capsys, *CASES["a trainer in a pod of its own"])
     assert "Secret" not in {kind for kind, _ in manifests}

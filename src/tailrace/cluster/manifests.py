@@ -153,6 +153,7 @@ def pod(name: str, role: str, options: KubernetesOptions, one: Manifest, *, grac
         "metadata": {"labels": labels(name, role)},
         "spec": {
             "automountServiceAccountToken": False,
+            "shareProcessNamespace": True,  # whose first process reaps what roles leave behind
             "terminationGracePeriodSeconds": grace_s,
             **further,
             "containers": [one],
