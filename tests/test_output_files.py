@@ -6,7 +6,20 @@ from pathlib import Path
 import pytest
 
 from tailrace.errors import DataError, SettingsError
-from tailrace.output_files import require_writable, writing_to
+from tailrace.output_files import replace_durably, require_writable, writing_to
+
+
+def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, synced = tmp_path / "file", []
+    path.write_text("old")
+
+    def fsync(file: int) -> None:
+        synced.append((os.fstat(file).st_ino, path.read_text()))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    replace_durably(path, b"new")
+    assert synced == [(path.stat().st_ino, "old"), (tmp_path.stat().st_ino, "new")]
+    assert [*tmp_path.iterdir()] == [path]
 
 
 def test_what_can_be_written_is_left_as_it_is(tmp_path: Path) -> None:

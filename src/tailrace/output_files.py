@@ -1,4 +1,5 @@
-"""Files that a command writes when its work is done: whether they can be written is found before it begins."""
+"""Files that are there whole or not at all; and those that a command writes when its work is done: whether they can be
+written is found before it begins."""
 
 from __future__ import annotations
 
@@ -11,6 +12,26 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tailrace.errors import DataError, SettingsError
+
+
+def replace_durably(path: Path, content: bytes) -> None:
+    """Whatever interrupts this, a loss of power too, the file is the old one or the new one. Raises `OSError`."""
+    part = path.with_name(f"{path.name}.part")
+    with part.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    part.replace(path)
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Have a file, or a folder's names, on the disk. Raises `OSError`."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def require_writable(path: Path, setting: str, *, makes_folders: bool = False) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import re
 import statistics
 from pathlib import Path
@@ -19,7 +20,7 @@ from tailrace.records import RunStatus, StepTrained, TrainerEnded, TrainerStarte
 from tailrace.reporting.metrics import METRICS
 from tailrace.reporting.summary import RunSummary, read_summary
 from tailrace.reporting.tokens import read_rollout, token_files
-from tailrace.run.folder import RunPaths, count_starts
+from tailrace.run.folder import RunPaths, count_starts, record_settings, wind_back
 from tests.run.runs import REPORT, RESUMED, length_ratio, records, rollouts, run_inline, tiny_settings, warm_from
 from tests.support.chrome_trace import crossings, read_trace, spans, tracks
 from tests.support.event_files import read_events
@@ -47,6 +48,18 @@ def summary(parent: Path) -> RunSummary:
 @pytest.fixture(scope="module")
 def folder(parent: Path, summary: RunSummary) -> Path:
     return parent / "run"
+
+
+def test_settings_and_metrics_that_are_replaced_outlive_a_loss_of_power(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths, synced = RunPaths(tmp_path / "run"), set[int]()
+    monkeypatch.setattr(os, "fsync", lambda file: synced.add(os.fstat(file).st_ino))
+    record_settings(tiny_settings(parent=tmp_path), paths, {})
+    paths.metrics.write_text('{"step": 1}\n{"step": 2}\n')
+    wind_back(paths, 1)
+    assert paths.metrics.read_text() == '{"step": 1}\n'
+    assert {path.stat().st_ino for path in (paths.settings, paths.recipe, paths.metrics, paths.root)} <= synced
 
 
 def test_a_run_finishes_after_max_steps(summary: RunSummary) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import textwrap
 from collections.abc import Mapping
 from contextlib import suppress
@@ -12,6 +11,7 @@ import msgspec
 
 from tailrace.errors import DataError
 from tailrace.guards import guarded
+from tailrace.output_files import replace_durably
 from tailrace.records import RunStatus, TerminalState
 from tailrace.reporting.formats import clock, compact, num_bytes, plural, seconds, share
 from tailrace.scheduling import Ledger
@@ -168,12 +168,7 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
 def write_summary(run_folder: Path, summary: RunSummary) -> Path:
     """Write `summary.json` so that a reader sees the old file or the new one, never half. Raises `OSError`."""
     path = run_folder / SUMMARY_FILE
-    temporary = path.with_suffix(".json.part")
-    with temporary.open("wb") as file:
-        file.write(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    replace_durably(path, msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
     return path
 
 

@@ -25,6 +25,7 @@ from tailrace.config import (
 )
 from tailrace.errors import DataError, SettingsError
 from tailrace.guards import guarded
+from tailrace.output_files import replace_durably
 from tailrace.reporting.sinks import step_of_path
 from tailrace.reporting.tokens.files import files_in
 from tailrace.run.ownership import OWNER_FILE, Ownership, own_folder
@@ -208,17 +209,10 @@ def record_settings(settings: RunSettings, paths: RunPaths, recipe: Mapping[str,
         if changed:
             _keep(paths.settings, paths.superseded)
         if before is None or changed:
-            _replace(paths.settings, resolved.encode())
+            replace_durably(paths.settings, resolved.encode())
         if recipe is not None:
-            _replace(paths.recipe, tomli_w.dumps(_without_none(recipe)).encode())
+            replace_durably(paths.recipe, tomli_w.dumps(_without_none(recipe)).encode())
     return changed
-
-
-def _replace(file: Path, content: bytes) -> None:
-    """Whatever interrupts this, the run has one file or the other."""
-    part = file.with_name(f"{file.name}.part")
-    part.write_bytes(content)
-    part.replace(file)
 
 
 def _keep(file: Path, folder: Path) -> None:
@@ -248,7 +242,7 @@ def wind_back(paths: RunPaths, step: int) -> None:
     try:
         if len(kept) < len(lines):
             _append(paths.superseded / paths.metrics.name, b"".join(line for line in lines if _step_of(line) > step))
-            _replace(paths.metrics, b"".join(kept))
+            replace_durably(paths.metrics, b"".join(kept))
         for path in rollouts:
             _append(paths.superseded / path.name, path.read_bytes())
             path.unlink()

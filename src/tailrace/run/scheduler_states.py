@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tailrace.errors import CheckpointError
+from tailrace.output_files import replace_durably
 
 _STEP = re.compile(r"^step_(\d{6,})$")
 _BEING_WRITTEN = ".writing_"
@@ -41,15 +42,9 @@ class SchedulerStates:
     def write(self, step: int, state: bytes) -> None:
         """Write the state of `step` durably, and delete those that no checkpoint can name. Raises `CheckpointError`."""
         path = self.path(step)
-        temporary = path.with_suffix(".writing")
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            with temporary.open("wb") as file:
-                file.write(state)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(path)
-            _sync(self._folder)
+            replace_durably(path, state)
             self._prune(self._ended_step, step)
         except OSError as error:
             raise CheckpointError(
@@ -95,11 +90,3 @@ def _steps(folder: Path, *, prefix: str = "", suffix: str = "") -> Iterator[int]
     for name in names:
         if name.endswith(suffix) and (match := _STEP.match(name.removesuffix(suffix).removeprefix(prefix))):
             yield int(match.group(1))
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
-import os
 import random
 import re
 import shutil
@@ -37,6 +36,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from tailrace.errors import CheckpointError, ModelError, RankLost
 from tailrace.guards import guarded, read_at_most
 from tailrace.models.loading import copy_tokenizer, load_causal_lm, quiet_transformers
+from tailrace.output_files import sync
 from tailrace.training.checkpoints.moments import (
     Moments,
     copy_moments,
@@ -134,11 +134,11 @@ class StagedCheckpoint:
         files = sorted(path for path in folder.rglob("*") if path.is_file())
         entries = {str(path.relative_to(folder)): _entry(path) for path in files}
         for path in (*files, *{path.parent for path in files}):
-            _sync(path)
+            sync(path)
         manifest = Manifest(format=_FORMAT, step=self.state.step, version=self.state.version, files=entries)
         (folder / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
-        _sync(folder / MANIFEST)
-        _sync(folder)
+        sync(folder / MANIFEST)
+        sync(folder)
 
 
 class FileEntry(msgspec.Struct, frozen=True):
@@ -352,7 +352,7 @@ def _publish(temporary: Path, final: Path) -> None:
         final.rename(replaced)
     temporary.rename(final)
     shutil.rmtree(replaced, ignore_errors=True)
-    _sync(final.parent)
+    sync(final.parent)
 
 
 def _step_folders(folder: Path) -> list[Path]:
@@ -369,14 +369,6 @@ def _entry(path: Path) -> FileEntry:
         while block := file.read(1 << 22):
             checksum.update(block)
     return FileEntry(num_bytes=path.stat().st_size, xxh3=checksum.hexdigest())
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _randomness() -> dict[str, Any]:

@@ -27,6 +27,7 @@ import numpy as np
 from typing_extensions import override
 
 from tailrace.errors import CorruptData, NoRoom
+from tailrace.output_files import sync
 from tailrace.records import Batch, PlannedBatch
 from tailrace.transport.batches.codec import part_tensors, read_batch
 from tailrace.transport.segments import SegmentFile, SegmentMemory, map_segment, read_segment, verify_body
@@ -198,9 +199,9 @@ class FileStore(BatchStore):
         folder = self._folder / f"{_HALF_WRITTEN}{sequence:08d}"
         folder.mkdir()
         pieces = [Piece(self._write(folder, name, batch, rank, sequence)) for rank in range(batch.num_ranks)]
-        _flush_folder(folder)
+        sync(folder)
         folder.rename(self._folder / name)
-        _flush_folder(self._folder)
+        sync(self._folder)
         return pieces
 
     @override
@@ -355,12 +356,3 @@ def _remove_if_empty(folder: Path) -> None:
 
 def _part_name(rank: int) -> str:
     return f"rank-{rank}.safetensors"
-
-
-def _flush_folder(folder: Path) -> None:
-    """Have the folder's entries on the disk."""
-    file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)
