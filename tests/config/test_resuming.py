@@ -160,6 +160,18 @@ def test_how_long_is_waited_and_how_often_a_role_is_started_again_may_differ(fil
     assert resumed(file, "--restarts.per_role", "0", "--shutdown.grace_s", "9", "--restarts.silence_s", "5") == {}
 
 
+def test_the_cluster_of_a_run_may_be_another_one(file: Path) -> None:
+    start(file, "--placement", "ray", "--ray.address", "10.0.0.1:6379")
+    assert resumed(file, "--placement", "ray", "--ray.address", "10.0.0.2:6379", "--ray.wait_s", "9") == {}
+    assert resumed(file, "--ray.address", "unset") == {}
+
+
+@pytest.mark.parametrize("now", ["url redis://there", "url unset --transport.redis.start true"])
+def test_a_redis_may_be_another_one(file: Path, now: str) -> None:
+    start(file, "--transport.batches", "redis", "--transport.redis.url", "redis://here")
+    assert resumed(file, *f"--transport.redis.{now}".split(), "--transport.redis.outage_s", "9") == {}
+
+
 def test_an_export_of_tokens_goes_on_until_something_else_is_said(file: Path) -> None:
     start(file, "--trainer.export_tokens", "jsonl")
     for given, expected in (((), "jsonl"), (("parquet",), "parquet"), (("unset",), None)):

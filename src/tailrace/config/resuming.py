@@ -14,6 +14,7 @@ import tomli_w
 
 from tailrace.config.overrides import LOSS_NAME
 from tailrace.config.problems import dotted, validated
+from tailrace.config.ray import RaySettings
 from tailrace.config.restarts import RestartSettings
 from tailrace.config.settings import RunSettings
 from tailrace.config.shutdown import ShutdownSettings
@@ -34,6 +35,8 @@ _OF_ONE_PLACE = frozenset(
         *(f"observability.{name}" for name in ("watchdog_s", "ui", "tags")),
         *(f"observability.{name}" for name in ("trackers", "tracker_project", "tracker_close_s")),
         *(f"generator.{name}" for name in ("connect", "connect_key", "connect_wait_s")),
+        *(f"transport.redis.{name}" for name in ("url", "start", "outage_s")),
+        *(f"ray.{name}" for name in RaySettings.model_fields),
         "trainer.export_tokens",
         "deadline_scale",
     }
