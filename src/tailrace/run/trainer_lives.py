@@ -138,6 +138,8 @@ class TrainerLives(RunTrainer):
         self._end_log = starter.serve_log(log)
         self._ranks = starter.start_trainer()
         self._has_worked = self._is_over = False
+        self._saved_step = 0
+        """Of the newest checkpoint that it told of."""
         self._first_kept_life = 0
         """Before which none has weights that are needed: what the last one published may be on its way through the log
         until the next one starts."""
@@ -165,6 +167,7 @@ class TrainerLives(RunTrainer):
     def started(self, step: int) -> None:
         """It is sent what is kept of later steps."""
         self._has_worked = True
+        self._saved_step = max(step, self._saved_step)
         if not self.restarts:
             return
         self._first_kept_life = self.restarts
@@ -184,13 +187,14 @@ class TrainerLives(RunTrainer):
 
     @override
     def saved(self, step: int) -> None:
+        self._saved_step = max(step, self._saved_step)
         if isinstance(self.batches, ChannelBatchSender):
             self.batches.saved(step)
 
     @override
     def earliest_step(self, step: int) -> int:
-        oldest = self.batches.oldest_retained if isinstance(self.batches, ChannelBatchSender) else None
-        return step if oldest is None else min(step, oldest - 1)
+        """It writes one while steps go on, which another machine may not see before it is told."""
+        return min(step, self._saved_step)
 
     @override
     def published(self) -> None:
