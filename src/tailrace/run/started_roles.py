@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import os
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -59,7 +59,7 @@ Watch: TypeAlias = Callable[[], Coroutine[Any, Any, NoReturn]]
 class StartedRoles:
     """The roles of a run, as the orchestrator uses them. Make it on a running event loop; it starts them."""
 
-    def __init__(self, starter: _RoleStarter, log: MemoryEventLog) -> None:
+    def __init__(self, starter: RoleStarter, log: MemoryEventLog) -> None:
         self.shutdown = starter.settings.shutdown
         self._launcher, self._transports = starter.launcher, starter.transports
         self.trainer = starter.trainer_of(log)
@@ -163,7 +163,7 @@ async def open_generate(settings: RunSettings, folder: Path) -> AsyncIterator[tu
 
 
 @dataclass(frozen=True, slots=True)
-class _RoleStarter:
+class RoleStarter:
     """Starts roles with the launcher that the settings name, joined by the transports that suit it."""
 
     settings: RunSettings
@@ -203,14 +203,6 @@ class _RoleStarter:
             return [self.launcher.start(spec, is_replaceable=True) for spec in specs]
         self.launched.give_roles(specs[1:])
         return [self.launcher.start(specs[0], is_replaceable=True)]
-
-    def batch_sender(self) -> BatchSender:
-        """The orchestrator's end of the batch queue."""
-        return self.transports.batch_sender()
-
-    def serve_log(self, log: MemoryEventLog) -> Callable[[], Awaitable[None]]:
-        """As `Transports.serve_log`."""
-        return self.transports.serve_log(log)
 
     async def end_trainer_life(self, batches: BatchSender) -> None:
         """New addresses for the next life, at which `batches` waits for it."""
@@ -291,7 +283,7 @@ class _RoleStarter:
 
 
 @asynccontextmanager
-async def _role_starter(settings: RunSettings, paths: RunPaths, log: MemoryEventLog) -> AsyncIterator[_RoleStarter]:
+async def _role_starter(settings: RunSettings, paths: RunPaths, log: MemoryEventLog) -> AsyncIterator[RoleStarter]:
     """On leaving, every role that still runs is ended."""
     devices = await asyncio.to_thread(role_devices, settings)
     async with AsyncExitStack() as stack:
@@ -310,4 +302,4 @@ async def _role_starter(settings: RunSettings, paths: RunPaths, log: MemoryEvent
         await stack.enter_async_context(launcher)
         rank = None if launcher.runs_in_this_process else launched_rank(settings.trainer)
         launched = None if rank is None else await asyncio.to_thread(LaunchedRanks, rank)  # which imports torch
-        yield _RoleStarter(settings, launcher, transports, devices, paths, launched)
+        yield RoleStarter(settings, launcher, transports, devices, paths, launched)

@@ -11,8 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Sequence
-from typing import NoReturn, Protocol
+from typing import TYPE_CHECKING, NoReturn
 
 from typing_extensions import override
 
@@ -24,9 +23,11 @@ from tailrace.lifecycle.restarts import EarlyEnd, RestartHistory
 from tailrace.run.scheduler_states import SchedulerStates
 from tailrace.run.trainer_ranks import launched_rank
 from tailrace.transport.batches.channels import ChannelBatchSender
-from tailrace.transport.batches.queue import BatchSender
 from tailrace.transport.events.log import MemoryEventLog
 from tailrace.transport.payloads.accounts import PayloadAccounts
+
+if TYPE_CHECKING:
+    from tailrace.run.started_roles import RoleStarter
 
 _logger = logging.getLogger(__name__)
 
@@ -104,38 +105,14 @@ class RunTrainer(ABC):
         """Watch no more. Closing twice does nothing."""
 
 
-class TrainerStarter(Protocol):
-    """Starts the ranks of a trainer, joined by transports."""
-
-    def start_trainer(self, earlier: Sequence[RoleHandle] = ()) -> list[RoleHandle]:
-        """All of its ranks, rank 0 first; `earlier` are those of the life before. Raises `LifecycleError`."""
-        ...
-
-    def batch_sender(self) -> BatchSender:
-        """The orchestrator's end of the batch queue."""
-        ...
-
-    def serve_log(self, log: MemoryEventLog) -> Callable[[], Awaitable[None]]:
-        """As `Transports.serve_log`."""
-        ...
-
-    async def end_trainer_life(self, batches: BatchSender) -> None:
-        """New addresses for the next life, at which `batches` waits for it."""
-        ...
-
-    def forget_weights(self, before_life: int) -> None:
-        """Remove what earlier lives of the trainer published."""
-        ...
-
-
 class TrainerLives(RunTrainer):
     """Make it on a running event loop; it starts the trainer."""
 
-    def __init__(self, starter: TrainerStarter, log: MemoryEventLog, restarts: RestartHistory) -> None:
+    def __init__(self, starter: RoleStarter, log: MemoryEventLog, restarts: RestartHistory) -> None:
         self.restarts = 0
         self._starter, self._log, self._history = starter, log, restarts
-        self.batches = starter.batch_sender()  # before there is a trainer that looks for them
-        self._end_log = starter.serve_log(log)
+        self.batches = starter.transports.batch_sender()  # before there is a trainer that looks for them
+        self._end_log = starter.transports.serve_log(log)
         self._ranks = starter.start_trainer()
         self._has_worked = self._is_over = False
         self._saved_step = 0
@@ -243,7 +220,7 @@ class TrainerLives(RunTrainer):
                 await asyncio.sleep(pause_s)
                 if self._is_over:
                     break
-                self._end_log = self._starter.serve_log(self._log)
+                self._end_log = self._starter.transports.serve_log(self._log)
                 self._ranks = self._starter.start_trainer(self._ranks)
             self._give_up(rank.early_exit())
         except LifecycleError as error:
