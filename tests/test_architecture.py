@@ -1,4 +1,4 @@
-"""`docs/architecture.md` and the README's map name files that exist, in an order in which calls go down."""
+"""`docs/architecture.md` maps every room, and it and README name files that exist; in its walk calls go down."""
 
 from __future__ import annotations
 
@@ -31,11 +31,10 @@ def test_every_file_that_is_named_exists() -> None:
 
 
 def test_every_room_is_in_the_map() -> None:
-    rooms = {
-        path.name for path in (ROOT / "src/tailrace").iterdir() if path.is_dir() and (path / "__init__.py").exists()
-    }
-    mapped = {path.rstrip("/") for path in PATH.findall(PAGE) if path.endswith("/")}
-    assert rooms - mapped == {"recipes"}
+    rooms = {path.parent.name + "/" for path in (ROOT / "src/tailrace").glob("*/__init__.py")}
+    modules = {path.name for path in (ROOT / "src/tailrace").glob("*.py")}
+    mapped = set(re.findall(r"^\| `(.+?)` \|", PAGE, re.MULTILINE))
+    assert (rooms | modules) - mapped == {"recipes/", "__init__.py", "__main__.py"}
 
 
 def test_the_walk_names_each_file_once() -> None:
