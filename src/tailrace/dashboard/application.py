@@ -29,7 +29,6 @@ from tailrace.dashboard.token_view import PAGE_TOKENS, TokenPage, TokenReader, T
 from tailrace.errors import TailraceError
 from tailrace.records import Json
 from tailrace.reporting.advice import HISTORY, Advice, advice
-from tailrace.reporting.metrics import metric_spec
 from tailrace.reporting.summary import RunSummary
 
 _VERSION = importlib.metadata.version("tailrace")
@@ -60,7 +59,6 @@ class RunDetail(msgspec.Struct, frozen=True, kw_only=True):
     """Those with a file of rollouts."""
     evaluations: list[int]
     tokens: TokenSteps
-    has_trace: bool
     chats: dict[str, str] = {}
     """What answers, by its name in `api/chat`: the run's own policy while it goes on, what `--chat` names."""
     checkpoints: list[str] = []
@@ -78,13 +76,6 @@ class Curves(msgspec.Struct, frozen=True, kw_only=True):
     columns: dict[str, list[float]]
     names: list[str] = []
     """All metrics that there are, where they were asked for."""
-
-
-class MetricText(msgspec.Struct, frozen=True):
-    """What a metric is."""
-
-    unit: str
-    text: str
 
 
 class SettingsPage(msgspec.Struct, frozen=True):
@@ -123,7 +114,6 @@ class Dashboard:
             "/api/runs/{run}/text": self.text,
             "/api/runs/{run}/search": self.search,
             "/api/runs/{run}/tokens": self.tokens,
-            "/api/metrics": self.metric_texts,
         }
         return Starlette(
             routes=[
@@ -182,7 +172,6 @@ class Dashboard:
             steps=files.steps,
             evaluations=files.evaluations,
             tokens=token_steps(folder),
-            has_trace=(folder / "trace.json").is_file() or (folder / "trace").is_dir(),
             chats={name: place.url for name, place in self._chats(folder, row).items()},
             checkpoints=sorted(path.name for path in (folder / "checkpoints").glob("step_*")),
             note=tracker.note if (tracker := about(folder)) else "",
@@ -202,17 +191,6 @@ class Dashboard:
                 columns={name: columns.values(name, after) for name in columns.matching(["step", "wall_s", *patterns])},
                 names=list(columns.columns) if "all" in request.query_params else [],
             )
-
-    def metric_texts(self, request: Request) -> dict[str, MetricText]:
-        """Units and meanings of metrics."""
-        found = {}
-        for name in request.query_params.get("names", "").split(",")[:2_000]:
-            try:
-                spec = metric_spec(name)
-            except ValueError:
-                continue
-            found[name] = MetricText("" if spec.unit == "1" else spec.unit, spec.description)
-        return found
 
     def events(self, request: Request) -> list[RunEvent]:
         """What happened."""

@@ -62,11 +62,9 @@ class RunRow(msgspec.Struct, frozen=True, kw_only=True):
     """Mean of the newest evaluation, of the first environment that has one."""
     model: str = ""
     environments: list[str] = []
-    seed: int | None = None
     tags: list[str] = []
-    started_s: float | None = None
-    """Seconds since 1970; so is the next."""
     changed_s: float = 0.0
+    """Seconds since 1970."""
     family: str = ""
     """The same for runs whose settings differ in their name and seed alone."""
     differing: dict[str, msgspec.Raw] = {}
@@ -185,9 +183,7 @@ def _read_row(name: str, folder: Path, *, alive: bool) -> tuple[RunRow, Settings
             held_out=_held_out(folder / METRICS_FILE, settings),
             model=settings.text("model.name"),
             environments=settings.environments,
-            seed=settings.integer("seed"),
             tags=settings.tags,
-            started_s=_started_s(folder),
             changed_s=_changed_s(folder),
             family=settings.family,
         ),
@@ -259,16 +255,6 @@ def _newest_evaluation(metrics: Path, num_bytes: int) -> float | None:
         for name, value in ((decoded(line) or {}) if b'"eval/' in line else {}).items():
             if name.startswith("eval/") and name.endswith("/reward/mean"):
                 return _number(value)
-    return None
-
-
-def _started_s(folder: Path) -> float | None:
-    """When the settings were written."""
-    for file in ("config.toml", "events.jsonl", METRICS_FILE):
-        try:
-            return (folder / file).stat().st_mtime
-        except OSError:
-            continue
     return None
 
 

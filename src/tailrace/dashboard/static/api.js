@@ -32,8 +32,6 @@ export const getRuns = (signal) => ask("api/runs", { signal });
 export const ofRun = (run, part, parameters, signal) =>
   ask(`api/runs/${encodeURIComponent(run)}${part ? `/${part}` : ""}${query(parameters)}`, { signal });
 
-export const metricTexts = (names) => ask(`api/metrics${query({ names: names.join(",") })}`);
-
 /** What one that answers says to a conversation: `name` is one of the run's `chats`. */
 export const say = (run, name, messages, settings) =>
   ask(`api/runs/${encodeURIComponent(run)}/chat${query({ with: name })}`, { method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify({ messages, ...settings }) });
