@@ -153,8 +153,14 @@ async def test_a_start_of_a_run_that_lost_its_name_trims_nothing_of_the_next_one
         changed.set()
 
     def end(place: RedisPlace, *, bind: bool) -> RedisChannel:
-        return place.open_channel(
-            place.address("batches"), bind=bind, on_message=hear, changed=asyncio.Event(), peer="other", keeps=True
+        return RedisChannel(
+            place,
+            place.address("batches"),
+            bind=bind,
+            on_message=hear,
+            changed=asyncio.Event(),
+            peer="other",
+            keeps=True,
         )
 
     async def sent(channel: RedisChannel, place: RedisPlace, *messages: bytes) -> None:

@@ -158,39 +158,19 @@ class RedisPlace:
                 if cursor == b"0":
                     return
 
-    def open_channel(
-        self,
-        address: str,
-        *,
-        bind: bool,
-        on_message: Callable[[bytes], None],
-        changed: asyncio.Event,
-        peer: str,
-        on_body: Callable[[memoryview], None] | None = None,
-        keeps: bool = False,
-    ) -> RedisChannel:
-        """One end of a conversation, as `transport.channels.OpenChannel`. `keeps`: see `RedisChannel`."""
-        channel = RedisChannel(
-            self,
-            address,
-            bind=bind,
-            on_message=on_message,
-            changed=changed,
-            peer=peer,
-            on_body=on_body,
-            keeps=keeps,
-        )
-        self.count(channel)
-        return channel
-
     def count(self, user: RedisUser) -> None:
         """From now on its figures are among this process's."""
         self._users.append(user)
 
     @property
+    def open_channel(self) -> OpenChannel:
+        """Of ends whose messages stay in Redis until the other end has read them."""
+        return partial(RedisChannel, self)
+
+    @property
     def open_keeping_channel(self) -> OpenChannel:
         """Of ends whose messages stay in Redis until they are released."""
-        return partial(self.open_channel, keeps=True)
+        return partial(RedisChannel, self, keeps=True)
 
     def tell(self, listener: Callable[[bool], None]) -> None:
         """From now on call this on the running event loop when Redis goes away, and when it is back."""
@@ -262,6 +242,7 @@ class RedisChannel(Conversation):
         self._send_out([(_Kind.HELLO, b"")])
         for thread in self._threads:
             thread.start()
+        place.count(self)
 
     @property
     def times_restored(self) -> int:
