@@ -61,7 +61,7 @@ _MOST_UNSAVED_STEPS = 1000
 """Steps back to which the scheduler's states are kept for a trainer that never tells of a checkpoint."""
 
 
-class ReportListener(Protocol):
+class FeedListener(Protocol):
     """Takes in what a trainer tells of samples: `scheduling.FeedScheduler`."""
 
     async def tell(self, report: FeedReport) -> None:
@@ -84,7 +84,7 @@ class OutsideTrainer(RunTrainer):
         """Folders of weights are read into `store`; None: its process offers them to the generators itself."""
         self.samples = samples
         self._store, self._log = store, log
-        self._listener: ReportListener | None = None
+        self._listener: FeedListener | None = None
         self._step = self._saved_step = 0
         self._weights: WeightsWritten | WeightsOffered | None = None
         """The newest that are not published yet."""
@@ -101,7 +101,7 @@ class OutsideTrainer(RunTrainer):
             )
         ]
 
-    def listen(self, listener: ReportListener) -> None:
+    def listen(self, listener: FeedListener) -> None:
         """From now on this takes in what is told of samples."""
         self._listener = listener
         self._changed.set()
@@ -199,7 +199,7 @@ class OutsideTrainer(RunTrainer):
         if not self._log.has_ended:
             raise TransportError("the stream of samples ended without the trainer's terminal record")
 
-    async def _take(self, report: FeedReport, listener: ReportListener) -> None:
+    async def _take(self, report: FeedReport, listener: FeedListener) -> None:
         """Tell the run what the trainer told, once the scheduler believes it."""
         epoch = self._log.epoch
         match report:
