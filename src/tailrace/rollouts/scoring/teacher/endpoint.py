@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -12,6 +11,7 @@ from typing_extensions import override
 
 from tailrace.errors import ChatFailed, ModelError
 from tailrace.records import Int32Array, TokenScores, as_token_ids
+from tailrace.rollouts.chat.tokenizer import ChatTokenizer
 from tailrace.rollouts.scoring.http_client import HttpClient
 from tailrace.rollouts.scoring.teacher.prompt_logprobs import read_prompt_logprobs
 from tailrace.rollouts.scoring.teacher.teacher import TokenScorer
@@ -20,20 +20,6 @@ _PROBED_TOKENS = 512
 _PROBED_LAST = 64
 """Of the vocabulary's end, where what a family's later models added lies."""
 _PROBE_TIMEOUT_S = 60.0
-
-
-class Tokenizes(Protocol):
-    """What a teacher is compared with."""
-
-    @property
-    def num_tokens(self) -> int:
-        """Of the vocabulary."""
-
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a text, without special tokens around it."""
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of tokens."""
 
 
 class _Tokenized(msgspec.Struct):
@@ -58,7 +44,7 @@ class EndpointScorer(TokenScorer):
         self._top_k, self._vocabulary = top_k, vocabulary
         self._client = HttpClient(api_key_variable, setting="trainer.loss.distillation.api_key_variable")
 
-    async def require_fitting(self, tokenizer: Tokenizes, max_tokens: int) -> None:
+    async def require_fitting(self, tokenizer: ChatTokenizer, max_tokens: int) -> None:
         """Raise `ModelError` unless it has this tokenizer, room for branches of `max_tokens`, and scores tokens.
 
         A text of some hundred tokens from all over the vocabulary must become the same ids there.
