@@ -31,7 +31,6 @@ class Aipo(PointwiseLoss):
 
     @override
     def with_derivative(self, logprobs: Tensor, tokens: LossTokens) -> tuple[Tensor, Tensor, Tensor]:
-        """See the module."""
         slope = -self.importance_weights(logprobs, tokens) * tokens.advantages
         return weighted(slope, logprobs), slope, torch.ones_like(logprobs, dtype=torch.bool)
 

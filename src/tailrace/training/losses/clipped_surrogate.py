@@ -42,7 +42,6 @@ class ClippedSurrogate(PointwiseLoss):
 
     @override
     def with_derivative(self, logprobs: Tensor, tokens: LossTokens) -> tuple[Tensor, Tensor, Tensor]:
-        """See the module."""
         loss, derivative = clipped_surrogate(ratios(logprobs, tokens), tokens.advantages, self.settings)
         return loss, derivative, torch.ones_like(loss, dtype=torch.bool)
 

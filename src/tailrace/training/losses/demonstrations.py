@@ -56,7 +56,6 @@ class CrossEntropy(TokenComponent):
 
     @override
     def of_token(self, logprobs: Tensor, tokens: LossTokens) -> tuple[Tensor, Tensor]:
-        """See the module."""
         return -logprobs, -torch.ones_like(logprobs)
 
     @override

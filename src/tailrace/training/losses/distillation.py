@@ -36,7 +36,6 @@ class Distillation(TokenComponent):
 
     @override
     def of_token(self, logprobs: Tensor, tokens: LossTokens) -> tuple[Tensor, Tensor]:
-        """See the module."""
         weights = ratios(logprobs, tokens).clamp(max=self.settings.truncation)
         slope = weighted(weights, self.measure(logprobs, tokens))
         return slope, slope

@@ -31,7 +31,7 @@ class Gspo:
     settings: GspoSettings
 
     def __call__(self, logprobs: Tensor, entropy: Tensor, tokens: LossTokens, /) -> tuple[Tensor, Tensor]:
-        """See the module."""
+        """-min(s A, clip(s) A) of each token, and that all are kept."""
         ratio = self.importance_weights(logprobs, tokens)
         clipped = ratio.clamp(1 - self.settings.clip_low, 1 + self.settings.clip_high)
         loss = -torch.minimum(ratio * tokens.advantages, clipped * tokens.advantages)

@@ -49,7 +49,6 @@ class ReferenceKl(TokenComponent):
 
     @override
     def of_token(self, logprobs: Tensor, tokens: LossTokens) -> tuple[Tensor, Tensor]:
-        """See the module."""
         difference = _difference(logprobs, tokens)
         match self.settings.estimator:
             case "k1":

@@ -33,7 +33,6 @@ class Sapo(PointwiseLoss):
 
     @override
     def with_derivative(self, logprobs: Tensor, tokens: LossTokens) -> tuple[Tensor, Tensor, Tensor]:
-        """See the module."""
         temperature = self._temperatures(tokens)
         gate = torch.sigmoid(temperature * (ratios(logprobs, tokens) - 1))
         loss = -4 / temperature * gate * tokens.advantages

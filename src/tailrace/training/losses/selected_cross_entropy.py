@@ -30,7 +30,6 @@ class SelectedCrossEntropy(PointwiseLoss):
 
     @override
     def with_derivative(self, logprobs: Tensor, tokens: LossTokens) -> tuple[Tensor, Tensor, Tensor]:
-        """See the module."""
         kept = (tokens.advantages > 0) & (logprobs != -math.inf)
         return (-logprobs).where(kept, 0.0), -torch.ones_like(logprobs), kept
 

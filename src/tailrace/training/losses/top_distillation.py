@@ -54,7 +54,6 @@ class TopDistillation(CandidateComponent):
 
     @override
     def with_derivatives(self, logprobs: Tensor, tokens: LossTokens) -> tuple[Tensor, Tensor]:
-        """See the module."""
         bears = (tokens.columns[TEACHER_TOP_IDS] >= 0) & tokens.reward_mask[:, None]
         teacher_logprobs = tokens.columns[TEACHER_TOP_LOGPROBS].to(logprobs.dtype)
         policy, teacher = (one.exp().where(bears, 0.0) for one in (logprobs, teacher_logprobs))

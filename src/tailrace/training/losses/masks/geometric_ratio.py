@@ -29,7 +29,7 @@ class GeometricRatio(Mask):
 
     @override
     def keeps(self, logprobs: Tensor, tokens: LossTokens) -> Tensor:
-        """See the module; compared as logarithms."""
+        """Compared as logarithms."""
         low, high = self.settings.low, self.settings.high
         mean = tokens.mean_by_sample(log_ratios(logprobs, tokens))
         return tokens.spread((mean >= (math.log(low) if low else -math.inf)) & (mean <= math.log(high)))

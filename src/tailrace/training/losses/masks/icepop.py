@@ -28,6 +28,5 @@ class IcePop(PointwiseMask):
 
     @override
     def keeps(self, logprobs: Tensor, tokens: LossTokens) -> Tensor:
-        """See the module."""
         ratio = ratios(logprobs, tokens)
         return (ratio >= self.settings.low) & (ratio <= self.settings.high)

@@ -27,6 +27,5 @@ class OffPolicySequence(Mask):
 
     @override
     def keeps(self, logprobs: Tensor, tokens: LossTokens) -> Tensor:
-        """See the module."""
         divergence = -tokens.mean_by_sample(log_ratios(logprobs, tokens))
         return (tokens.advantages >= 0) | tokens.spread(divergence <= self.settings.threshold)

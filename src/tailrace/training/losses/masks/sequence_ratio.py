@@ -30,7 +30,7 @@ class SequenceRatio(Mask):
 
     @override
     def keeps(self, logprobs: Tensor, tokens: LossTokens) -> Tensor:
-        """See the module; compared as logarithms, which do not overflow."""
+        """Compared as logarithms, which do not overflow."""
         low, high = self.settings.low, self.settings.high
         total = tokens.sum_by_sample(log_ratios(logprobs, tokens))
         return tokens.spread((total >= (math.log(low) if low else -math.inf)) & (total <= math.log(high)))
