@@ -23,7 +23,6 @@ from tailrace.reporting.summary import RunSummary, read_summary
 from tailrace.run.devices import role_devices
 from tailrace.run.ranks import Rank
 from tailrace.run.trainer_ranks import LaunchedRanks, launched_rank
-from tailrace.training.reports.token_export import read_tokens
 from tailrace.training.settings.trainer import TrainerSettings
 from tests.run.runs import (
     IMPORTS,
@@ -37,6 +36,7 @@ from tests.run.runs import (
     tiny_settings,
 )
 from tests.run.served import TORCHRUN
+from tests.support.exported_tokens import read_tokens
 
 pytestmark = pytest.mark.xdist_group("trainer ranks")
 

@@ -17,8 +17,8 @@ from tailrace.records import CROSS_ENTROPY_WEIGHTS, NOTHING_TRAINABLE, Batch, Sa
 from tailrace.reporting.metrics import MetricsAccumulator
 from tailrace.training.losses import Divisor, load_components, load_loss
 from tailrace.training.model.policy_model import PolicyModel
-from tailrace.training.reports.token_export import read_tokens
 from tailrace.training.step.gradients import GradientPasses
+from tests.support.exported_tokens import read_tokens
 from tests.training.losses.support import settings_of
 from tests.training.reports.test_token_export import train as export_of
 from tests.training.test_trainer import make_trainer, weights

@@ -17,9 +17,9 @@ from tailrace.records import Batch, RolloutId, SampleOrigins
 from tailrace.reporting.metrics import MetricsAccumulator
 from tailrace.training.losses import LossTokens
 from tailrace.training.ranks import ALONE, Ranks
-from tailrace.training.reports.token_export import read_tokens
 from tailrace.training.settings.trainer import TrainerSettings
 from tailrace.training.trainer import Trainer
+from tests.support.exported_tokens import read_tokens
 from tests.training.rank_processes import run_ranks
 from tests.training.reports.test_token_export import train
 from tests.training.test_trainer import make_trainer, trainer_logprobs, weights

@@ -13,9 +13,10 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from tailrace.records import Batch, RolloutId, SampleOrigins
-from tailrace.training.reports.token_export import TokenExport, read_tokens
+from tailrace.training.reports.token_export import TokenExport
 from tailrace.training.settings.trainer import ExportFormat, TrainerSettings
 from tailrace.training.trainer import Trainer
+from tests.support.exported_tokens import read_tokens
 from tests.training.tiny import VOCABULARY, build_batch
 
 ORIGINS = SampleOrigins.of(

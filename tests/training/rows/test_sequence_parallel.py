@@ -23,12 +23,13 @@ from tailrace.errors import ModelError, RankLost, SettingsError
 from tailrace.records import Batch, PayloadChunk, PayloadRef, RolloutId, SampleOrigins
 from tailrace.records.payload_table import PayloadTableBuilder
 from tailrace.training.ranks import ALONE, JoinedRanks, Ranks
-from tailrace.training.reports.token_export import TokenExport, read_tokens
+from tailrace.training.reports.token_export import TokenExport
 from tailrace.training.rows.micro_batch import MicroBatch
 from tailrace.training.rows.row_sharing import RowGroup
 from tailrace.training.settings.trainer import TrainerSettings
 from tailrace.training.trainer import NOT_FINITE, Trainer
 from tests.support.expert_models import expert_model
+from tests.support.exported_tokens import read_tokens
 from tests.training.rank_processes import run_ranks
 from tests.training.tiny import VOCABULARY, build_batch, rows_of, tiny_model
 

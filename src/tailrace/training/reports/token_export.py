@@ -28,8 +28,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from tailrace.errors import DataError, SettingsError
-from tailrace.guards import guarded
+from tailrace.errors import SettingsError
 from tailrace.records import BatchRow
 from tailrace.training.model.head import LossOutput
 from tailrace.training.settings.trainer import ExportFormat
@@ -121,18 +120,6 @@ class TokenExport:
             _log.warning("the tokens of step %d could not be exported to %s: %s", step, path, error.strerror)
             with suppress(OSError):
                 part.unlink()
-
-
-def read_tokens(path: Path) -> list[dict[str, object]]:
-    """The tokens of one file, a dict each. Raises `DataError` for a file that is none."""
-    with guarded(f"{path} holds no exported tokens", DataError):
-        if path.suffix == ".jsonl":
-            with path.open("rb") as file:
-                return [msgspec.json.decode(line) for line in file]
-        from pyarrow import parquet
-
-        rows: list[dict[str, object]] = parquet.read_table(path).to_pylist()
-        return rows
 
 
 def _write_parquet(path: Path, columns: Columns) -> None:
