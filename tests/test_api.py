@@ -51,11 +51,10 @@ def test_the_page_says_what_happens() -> None:
 def test_a_script_trains_an_agent_of_its_own_in_processes_of_their_own(tmp_path: Path) -> None:
     """It has no guard against being imported again, and its environment exists in it alone."""
     (tmp_path / "examples").symlink_to(ROOT / "examples")
-    example = (ROOT / "README.md").read_text().split("import tailrace\n")[1].split("```")[0]
+    agent, example = (ROOT / "README.md").read_text().split("```python\n")[1:3]
     changes = {**SMALL, "placement": "local", "max_steps": 1}
-    (tmp_path / "script.py").write_text(
-        f"import tailrace\n{example}".replace('names.jsonl"}', f'names.jsonl"}}, **{changes}')
-    )
+    example = example.split("```")[0].replace('names.jsonl"}', f'names.jsonl"}}, **{changes}')
+    (tmp_path / "script.py").write_text(agent.split("```")[0] + example)
     command = [sys.executable, "script.py"]
     done = subprocess.run(command, cwd=tmp_path, env=IMPORTS, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
