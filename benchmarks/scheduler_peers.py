@@ -112,7 +112,6 @@ class InstantEngine(Engine):
             prefilled_tokens_total=0,
             cached_prompt_tokens_total=0,
             evicted_sessions_total=0,
-            step_s_total=0.0,
         )
 
     @override

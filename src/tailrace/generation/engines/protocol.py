@@ -63,8 +63,6 @@ class EngineCounts(msgspec.Struct, kw_only=True):
     cached_prompt_tokens_total: int = 0
     """Prompt tokens that did not have to, because their keys and values were there."""
     evicted_sessions_total: int = 0
-    step_s_total: float = 0.0
-    """Wall time inside steps."""
     preemptions_total: int = 0
     """Running requests whose keys and values were taken away, to be computed again."""
     mixed_cache_tokens_total: int = 0

@@ -193,7 +193,6 @@ class TorchEngine(Engine):
             if sampled:
                 chunks += self._record(sampled)
         self._counts.steps_total += 1
-        self._counts.step_s_total += time.perf_counter() - started_s
         return chunks
 
     @override

@@ -172,11 +172,9 @@ class VllmEngine(Engine):
     def step(self) -> list[SampledTokens]:
         if self._failure is not None:
             raise self._failure
-        started_s = time.monotonic()
         self._step_core()
         chunks, self._outbox = self._outbox, []
         self._counts.steps_total += 1
-        self._counts.step_s_total += time.monotonic() - started_s
         return chunks
 
     @override
