@@ -16,13 +16,12 @@ from tailrace.training.losses.components import (
     candidates_of,
 )
 from tailrace.training.losses.divisor import Divisor
-from tailrace.training.losses.protocol import CandidateLoss, Loss, LossTokens, MeasuredLoss, PointwiseLoss, WeightedLoss
+from tailrace.training.losses.protocol import Loss, LossTokens, MeasuredLoss, PointwiseLoss, WeightedLoss
 from tailrace.training.losses.registry import LOSSES, load_components, load_loss
 
 __all__ = [
     "LOSSES",
     "CandidateComponent",
-    "CandidateLoss",
     "Component",
     "Divisor",
     "Loss",

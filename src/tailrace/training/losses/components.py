@@ -22,7 +22,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from tailrace.records import BatchRow, BatchSummary, BoolArray
-from tailrace.training.losses.protocol import CandidateLoss, Loss, LossTokens, PointwiseLoss
+from tailrace.training.losses.protocol import Loss, LossTokens, PointwiseLoss
 from tailrace.training.losses.ratios import weighted
 from tailrace.training.settings.components import CrossEntropySettings, DistillationSettings, ReferenceKlSettings
 
@@ -80,9 +80,24 @@ class TokenComponent(Component, PointwiseLoss):
         """[num_loss_tokens], of which `training/<name>` is the mean over the tokens that it keeps. Without gradient."""
 
 
-class CandidateComponent(Component, CandidateLoss):
-    """Of candidates in its place, as `with_derivatives` says, which is as bare, and without its weights;
-    `training/<name>` is its mean."""
+class CandidateComponent(Component):
+    """Of what the policy gives to k candidates where a token was sampled, whichever of them was.
+
+    No loss by itself. `with_derivatives` is as bare as a `TokenComponent`'s, and without its weights;
+    `training/<name>` is its mean.
+    """
+
+    @abstractmethod
+    def candidates(self, tokens: LossTokens) -> Tensor:
+        """[num_loss_tokens, k], int64: token ids, those of one token all different; below 0 there is none."""
+
+    @abstractmethod
+    def with_derivatives(self, logprobs: Tensor, tokens: LossTokens) -> tuple[Tensor, Tensor]:
+        """Loss, [num_loss_tokens], and its derivatives by `logprobs`, those of the candidates, [num_loss_tokens, k].
+
+        Of any slice of tokens, without gradient; both 0 for tokens that do not bear it, the latter where there is no
+        candidate, for which `logprobs` has any number.
+        """
 
 
 @dataclass(frozen=True, slots=True)

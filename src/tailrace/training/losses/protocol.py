@@ -143,25 +143,6 @@ class PointwiseLoss(ABC):
         return loss + derivative.clamp(-largest, largest) * moved, kept  # 0 times it is 0: a mask may reject the token
 
 
-class CandidateLoss(ABC):
-    """Judges the policy where a token was sampled by what it gives to k candidates, whichever of them was sampled.
-
-    No loss by itself: a component that is added to one (`components.add_up`).
-    """
-
-    @abstractmethod
-    def candidates(self, tokens: LossTokens) -> Tensor:
-        """[num_loss_tokens, k], int64: token ids, those of one token all different; below 0 there is none."""
-
-    @abstractmethod
-    def with_derivatives(self, logprobs: Tensor, tokens: LossTokens) -> tuple[Tensor, Tensor]:
-        """Loss, [num_loss_tokens], and its derivatives by `logprobs`, those of the candidates, [num_loss_tokens, k].
-
-        Of any slice of tokens, without gradient; both 0 for tokens that do not bear it, the latter where there is no
-        candidate, for which `logprobs` has any number.
-        """
-
-
 @runtime_checkable
 class WeightedLoss(Protocol):
     """A loss that weighs tokens by how likely they have become."""

@@ -12,7 +12,7 @@ With z the logits at the sample's temperature, p = softmax(z), y the target and 
     d logprob / d z = onehot(y) - p,      d H / d z = -p (log p + H)
 
 Where top-p or top-k restricted sampling, p is over what they left (`losses.supports`), and 0 elsewhere. A loss of
-candidates c in the target's place (`losses.CandidateLoss`), with derivatives g_c, is judged over the same logits:
+candidates c in the target's place (`losses.CandidateComponent`), with derivatives g_c, is judged over the same logits:
 
     d loss / d z = Σ_c g_c (onehot(c) - p)
 
