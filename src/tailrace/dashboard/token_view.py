@@ -11,7 +11,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from tailrace.reporting.tokens import BranchTokens, exported_steps, read_rollout, shared_prefix, token_files
+from tailrace.records import common_prefix
+from tailrace.reporting.tokens import BranchTokens, exported_steps, read_rollout, token_files
 
 PAGE_TOKENS = 20_000
 """At most."""
@@ -154,7 +155,7 @@ def _info(branch: BranchTokens, shown: BranchTokens) -> BranchInfo:
         branch=key.branch,
         num_tokens=key.num_tokens,
         num_completion_tokens=key.num_completion_tokens,
-        forks_at=shared_prefix(shown, branch),
+        forks_at=common_prefix(shown.token_ids, branch.token_ids),
     )
 
 

@@ -4,7 +4,7 @@ Plain values and arrays. Per-token data is always a NumPy array, written once. N
 or imports another room of the house (but for `errors`).
 """
 
-from tailrace.records.arrays import BoolArray, Float32Array, Int32Array, as_token_ids
+from tailrace.records.arrays import BoolArray, Float32Array, Int32Array, as_token_ids, common_prefix
 from tailrace.records.batch import Batch, BatchRow, BatchSummary, TrainingSample
 from tailrace.records.branch import Branch
 from tailrace.records.columns import (
@@ -159,6 +159,7 @@ __all__ = [
     "as_token_ids",
     "can_be_sent",
     "chunks_before",
+    "common_prefix",
     "is_too_deep",
     "ragged_places",
     "sample_of",

@@ -21,6 +21,17 @@ def as_token_ids(token_ids: object) -> Int32Array:
     return np.ascontiguousarray(token_ids, dtype=np.int32)
 
 
+def common_prefix(first: Int32Array, second: Int32Array) -> int:
+    """Number of leading tokens that two sequences share.
+
+    >>> common_prefix(np.array([1, 2, 3], np.int32), np.array([1, 2, 4, 5], np.int32))
+    2
+    """
+    length = min(len(first), len(second))
+    different = first[:length] != second[:length]
+    return int(different.argmax()) if different.any() else length
+
+
 def readonly(array: NDArray[np.generic]) -> None:
     """Forbid writes through this array (a view handed to a reader)."""
     array.setflags(write=False)  # half of what its `flags` cost

@@ -26,6 +26,7 @@ from tailrace.records import (
     Supports,
     Task,
     TaskId,
+    common_prefix,
 )
 from tailrace.records.columns import TEACHER_TOP_IDS, TEACHER_TOP_LOGPROBS
 from tailrace.reporting.rollout_records import RolloutEntry
@@ -36,7 +37,6 @@ from tailrace.reporting.tokens import (
     list_branches,
     read_rollout,
     require_parquet,
-    shared_prefix,
     token_files,
 )
 from tailrace.reporting.tokens.files import Moment, surplus
@@ -281,7 +281,7 @@ def test_long_rollouts_are_spread_over_row_groups_and_one_alone_is_read(tmp_path
         branches = read_rollout(tmp_path, f"g{index}/0", step=1)
         assert [branch.num_tokens for branch in branches] == [40_000, 10]
         assert branches[0].token_ids[:2].tolist() == [index, index + 1]
-        assert shared_prefix(*branches) == 10
+        assert common_prefix(*(branch.token_ids for branch in branches)) == 10
     (only,) = read_rollout(tmp_path, "g1/0", step=1, max_tokens=5)
     assert only.num_tokens == 40_000
 

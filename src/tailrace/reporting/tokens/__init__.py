@@ -14,7 +14,6 @@ from tailrace.reporting.tokens.reader import (
     BranchTokens,
     list_branches,
     read_rollout,
-    shared_prefix,
 )
 from tailrace.reporting.tokens.trained import TrainerTokens
 from tailrace.reporting.tokens.writer import TokenOrigin, TokenWriter, require_parquet
@@ -31,6 +30,5 @@ __all__ = [
     "list_branches",
     "read_rollout",
     "require_parquet",
-    "shared_prefix",
     "token_files",
 ]

@@ -178,13 +178,6 @@ def _branch_of_export(rollout_id: str, step: int, branch: int, exported: Exporte
     )
 
 
-def shared_prefix(first: BranchTokens, second: BranchTokens) -> int:
-    """How many tokens two branches begin with alike: where they fork."""
-    count = min(first.num_tokens, second.num_tokens)
-    differs = first.token_ids[:count] != second.token_ids[:count]
-    return int(differs.argmax()) if differs.any() else count
-
-
 def _rows_of(path: Path, rollout_id: str, max_tokens: int) -> Iterator[dict[str, Any]]:
     from pyarrow import parquet
     from pyarrow.types import is_list

@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tailrace.records import ExpertArray, Int32Array, unrecorded
+from tailrace.records import ExpertArray, Int32Array, common_prefix, unrecorded
 
 _LEAST_SAVED: Final = 1 / 8
 """Of a row's tokens. To lay a row out and take it back moves some 60 kB per token and layer of Qwen3-0.6B, a tenth of
@@ -131,7 +131,7 @@ def share_prefixes(
     samples = [token_ids[end - length : end] for end, length in zip(ends.tolist(), lengths, strict=True)]
     keys = [sample.astype(">u4").tobytes() for sample in samples]
     order = sorted(range(len(samples)), key=keys.__getitem__)
-    common = [0, *(_common_prefix(samples[one], samples[other]) for one, other in itertools.pairwise(order))]
+    common = [0, *(common_prefix(samples[one], samples[other]) for one, other in itertools.pairwise(order))]
     starts = (ends - np.asarray(lengths)).tolist()
     if routed_experts is not None:
         for index, (before, sample) in enumerate(itertools.pairwise(order), start=1):
@@ -144,12 +144,6 @@ def share_prefixes(
     for before, sample, count in zip(order, order[1:], common[1:], strict=False):
         place[starts[sample] : starts[sample] + count] = place[starts[before] : starts[before] + count]
     return SharedPrefixes(computed, place)
-
-
-def _common_prefix(first: Int32Array, second: Int32Array) -> int:
-    length = min(len(first), len(second))
-    different = first[:length] != second[:length]
-    return int(different.argmax()) if different.any() else length
 
 
 def _merge_experts(first: ExpertArray, second: ExpertArray) -> int:

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tailrace.generation.decisions import KvCache
-from tailrace.records import GenerationRequest, Int32Array
+from tailrace.records import GenerationRequest, Int32Array, common_prefix
 
 WORTH_COPYING_TOKENS = 8
 """A shared prefix shorter than this is computed again rather than copied from another row."""
@@ -170,17 +170,6 @@ class SlotTable:
 
     def _columns(self) -> list[Column]:
         return [value for value in vars(self).values() if isinstance(value, np.ndarray)]
-
-
-def common_prefix(first: Int32Array, second: Int32Array) -> int:
-    """Number of leading tokens that two sequences share.
-
-    >>> common_prefix(np.array([1, 2, 3], np.int32), np.array([1, 2, 4, 5], np.int32))
-    2
-    """
-    length = min(len(first), len(second))
-    different = first[:length] != second[:length]
-    return int(different.argmax()) if different.any() else length
 
 
 def place(table: SlotTable, request: GenerationRequest, context: Int32Array, reuse: Reuse) -> Placement | None:
