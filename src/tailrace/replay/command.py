@@ -56,10 +56,8 @@ class ReplayPlan:
         return SchedulingSettings(row_tokens=max(16, longest))
 
 
-async def replay(
-    plan: ReplayPlan, *, only: str | None = None, traffic: int = 0, repeat: int = 1, ranks: int = 1
-) -> list[StageCost]:
-    """Measure the pipeline, for `ranks` data-parallel ranks. Raises `SettingsError` for an unknown phase."""
+async def replay(plan: ReplayPlan, *, only: str | None = None, traffic: int = 0, repeat: int = 1) -> list[StageCost]:
+    """Measure the pipeline, for a trainer of one rank. Raises `SettingsError` for an unknown phase."""
     await asyncio.to_thread(remove_leftovers)
     async with AsyncExitStack() as stack:
         epoch = uuid.uuid4().hex
@@ -67,12 +65,10 @@ async def replay(
         address = ipc_address(stack.enter_context(own_socket_folder(epoch)).path, _QUEUE)
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tailrace-replay-")))
         recorder = stack.enter_context(PhaseRecorder().recording())
-        sender = shared_memory_sender(address, shared_memory, num_ranks=ranks)
+        sender = shared_memory_sender(address, shared_memory)
         stack.push_async_callback(sender.close)
-        receivers = []
-        for rank in range(ranks):
-            receivers.append(shared_memory_receiver(address, shared_memory, rank=rank, num_ranks=ranks))
-            stack.push_async_callback(receivers[-1].close)
+        receiver = shared_memory_receiver(address, shared_memory)
+        stack.push_async_callback(receiver.close)
         experts = stack.enter_context(ReplayedExperts(shared_memory))
         groups = await asyncio.to_thread(plan.groups, experts)
         score = await stack.enter_async_context(rescoring(plan.settings)) if plan.settings is not None else None
@@ -80,7 +76,7 @@ async def replay(
             groups,
             plan.scheduling(groups),
             sender,
-            receivers,
+            [receiver],
             folder,
             score_groups=score,
             open_payload=experts.open if experts else None,
