@@ -224,7 +224,7 @@ class Dashboard:
 
     def rollouts(self, request: Request) -> RolloutTable:
         """A step's, or an evaluation's."""
-        kind, step = _kind(request), _required(request, "step")
+        kind, step = _kind(request), _step(request)
         return RolloutTable(kind, step, self._run(request).rollouts.rows(kind, step))
 
     def rollout(self, request: Request) -> Json:
@@ -236,7 +236,7 @@ class Dashboard:
         return part(self._record(request), request.query_params.get("at", "").split("/"))
 
     def _record(self, request: Request) -> dict[str, Json]:
-        kind, step, rollout_id = _kind(request), _required(request, "step"), request.query_params.get("id", "")
+        kind, step, rollout_id = _kind(request), _step(request), request.query_params.get("id", "")
         record = self._run(request).rollouts.record(kind, step, rollout_id)
         if record is None:
             raise NotFound(f"{kind} {step} has no rollout {rollout_id!r}")
@@ -260,7 +260,7 @@ class Dashboard:
             found = self._tokens.page(
                 self._folder(request),
                 request.query_params.get("id", ""),
-                step=_required(request, "step"),
+                step=_step(request),
                 is_evaluation=_kind(request) == "evaluation",
                 branch=_number(request, "branch") or 0,
                 first=_number(request, "from") or 0,
@@ -348,11 +348,11 @@ def _number(request: Request, name: str) -> int | None:
     return int(text) if text.isdecimal() and len(text) < 16 else None
 
 
-def _required(request: Request, name: str) -> int:
-    number = _number(request, name)
-    if number is None:
-        raise NotFound(f"{name} must be a number")
-    return number
+def _step(request: Request) -> int:
+    step = _number(request, "step")
+    if step is None:
+        raise NotFound("step must be a number")
+    return step
 
 
 def _seconds(request: Request, name: str) -> float | None:

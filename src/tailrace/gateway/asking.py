@@ -10,7 +10,7 @@ from tailrace.gateway.dialects.protocol import UNSUPPORTED_VALUE, Answer, ChatRe
 from tailrace.gateway.dialects.token_generation import TokenRequest
 from tailrace.gateway.tool_call_ids import with_call_ids, without_call_ids
 from tailrace.gateway.turns import NOTHING, Ask, Turn
-from tailrace.records import Reply, SamplingParams
+from tailrace.records import Reply
 from tailrace.rollouts import RolloutPolicy
 
 if TYPE_CHECKING:
@@ -88,8 +88,8 @@ def _own_sampling(session: Session, request: ChatRequest | TokenRequest) -> bool
         return False
     run = session.sampling
     if run is not None:
-        _require_same("top_p", request.top_p, run, run.top_p)
-        _require_same("top_k", request.top_k, run, run.top_k)
+        _require_same("top_p", request.top_p, run.top_p)
+        _require_same("top_k", request.top_k, run.top_k)
     if request.temperature is not None and not request.temperature > 0:
         raise RequestInvalid(
             f"temperature = {request.temperature:g} is not supported: what is trained on is sampled at a temperature "
@@ -100,7 +100,7 @@ def _own_sampling(session: Session, request: ChatRequest | TokenRequest) -> bool
     return True
 
 
-def _require_same(name: str, asked: float | None, run: SamplingParams, own: float) -> None:
+def _require_same(name: str, asked: float | None, own: float) -> None:
     if asked is not None and asked != own:
         raise RequestInvalid(
             f"{name} = {asked:g} is not supported: all tokens of a rollout are sampled with the run's own, {own:g}; "

@@ -52,9 +52,8 @@ class _Work:
 class Pulse:
     """Of this process. Safe across threads."""
 
-    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._loop_s = self._beat_s = clock()
+    def __init__(self) -> None:
+        self._loop_s = self._beat_s = time.monotonic()
         self._lock = threading.Lock()
         self._works: dict[int, _Work] = {}
 
@@ -67,7 +66,7 @@ class Pulse:
         if not hasattr(time, "pthread_getcpuclockid"):
             yield
             return
-        thread, now_s = threading.get_ident(), self._clock()
+        thread, now_s = threading.get_ident(), time.monotonic()
         clock = time.pthread_getcpuclockid(thread)
         with self._lock:
             self._works[thread] = _Work(what, clock, time.clock_gettime(clock), now_s)
@@ -80,12 +79,12 @@ class Pulse:
     async def beat_with_loop(self, every_s: float) -> None:
         """Turns with the event loop until cancelled."""
         while True:
-            self._loop_s = self._clock()
+            self._loop_s = time.monotonic()
             await asyncio.sleep(every_s)
 
     def beat(self) -> Beat:
         """Now."""
-        now_s = self._clock()
+        now_s = time.monotonic()
         with self._lock:
             least_s = (now_s - self._beat_s) * _IDLE_SHARE
             self._beat_s = now_s

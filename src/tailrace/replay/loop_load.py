@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 _INTERVAL_S = 0.001
+_WORKS_EVERY_S = 0.05
 _WORK_ITEMS = 100
 """Steps of Python work that a task of the traffic does when it wakes: some microseconds."""
 
@@ -58,9 +59,9 @@ class LagSampler:
 
 
 @asynccontextmanager
-async def loop_traffic(count: int = 200, *, every_s: float = 0.05) -> AsyncIterator[None]:
+async def loop_traffic(count: int) -> AsyncIterator[None]:
     """So many tasks that wake again and again and do a little, as in an orchestrator's loop."""
-    tasks = [asyncio.create_task(_wake_and_work(every_s * index / count, every_s)) for index in range(count)]
+    tasks = [asyncio.create_task(_wake_and_work(_WORKS_EVERY_S * index / count)) for index in range(count)]
     try:
         yield
     finally:
@@ -69,8 +70,8 @@ async def loop_traffic(count: int = 200, *, every_s: float = 0.05) -> AsyncItera
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _wake_and_work(offset_s: float, every_s: float) -> None:
+async def _wake_and_work(offset_s: float) -> None:
     await asyncio.sleep(offset_s)
     while True:
         sum(item * item for item in range(_WORK_ITEMS))
-        await asyncio.sleep(every_s)
+        await asyncio.sleep(_WORKS_EVERY_S)

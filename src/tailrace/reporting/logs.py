@@ -18,6 +18,7 @@ _LINE_FORMAT = "%(asctime)s  %(message)s"
 _OURS = "tailrace"
 _MAX_BYTES = 50_000_000
 """Of a log file; one more of this size is kept."""
+_RECENT_LINES = 4
 FILE_ONLY = "tailrace.phases"
 """Logger of what would crowd a terminal: a line per step."""
 
@@ -36,9 +37,9 @@ class Terminal(enum.StrEnum):
 class RecentLines(logging.Handler):
     """Keeps the last few log lines for the live view."""
 
-    def __init__(self, count: int = 4) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._lines: deque[str] = deque(maxlen=count)
+        self._lines: deque[str] = deque(maxlen=_RECENT_LINES)
 
     @property
     def lines(self) -> Sequence[str]:

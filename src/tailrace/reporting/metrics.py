@@ -10,7 +10,7 @@ import difflib
 import functools
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tailrace.reporting.metric_table import METRICS, MetricSpec, Reduction
@@ -142,7 +142,8 @@ class MetricsAccumulator:
     """Collects values and reduces each as the table says. Not thread-safe.
 
     >>> metrics = MetricsAccumulator()
-    >>> metrics.add_values("reward/mean", [0.0, 1.0])
+    >>> metrics.add("reward/mean", 0.0)
+    >>> metrics.add("reward/mean", 1.0)
     >>> metrics.add("batch/tokens", 512)
     >>> metrics.flush()
     {'batch/tokens': 512.0, 'reward/mean': 0.5}
@@ -172,15 +173,10 @@ class MetricsAccumulator:
         elif weight > 0:
             running.add(float(value), weight)
 
-    def add_values(self, name: str, values: Iterable[float]) -> None:
-        """Record many values of one metric, each of weight 1."""
-        for value in values:
-            self.add(name, value)
-
-    def update(self, metrics: Mapping[str, float], weight: float = 1.0) -> None:
+    def update(self, metrics: Mapping[str, float]) -> None:
         """Record one value of each of these metrics: what another process sent."""
         for name, value in metrics.items():
-            self.add(name, value, weight)
+            self.add(name, value)
 
     def flush(self) -> dict[str, float]:
         """The reduced values by name, sorted; starts over. Metrics without a value are absent, never 0."""

@@ -113,7 +113,7 @@ async def serve_run(
                 )
                 await client.ask(announced)
         report_progress(f"joins the run {offer.run} as {offer.name}: its engine is built")
-        with _ends(offer, announced, keys) as (ends, stand_alone):
+        with _ends(offer, keys) as (ends, stand_alone):
             generator = Generator(
                 make_engine(settings.model, _seeded(settings, offer)),
                 settings.generator.weights,
@@ -242,9 +242,7 @@ def _seeded(settings: ServeSettings, offer: Offer) -> GeneratorSettings:
 
 
 @contextlib.contextmanager
-def _ends(
-    offer: Offer, announced: Announce, keys: CurveKeys | None
-) -> Iterator[tuple[GeneratorEnds, StandAlone | None]]:
+def _ends(offer: Offer, keys: CurveKeys | None) -> Iterator[tuple[GeneratorEnds, StandAlone | None]]:
     """Where weights come from and payloads go: the memory of the run's host, or the generator's own socket."""
     if offer.role:
         transports = msgspec.json.decode(offer.role, type=RoleSettings).transports()

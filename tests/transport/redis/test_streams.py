@@ -132,9 +132,9 @@ def test_each_message_goes_to_one_of_a_group_and_what_a_dead_one_held_is_reclaim
     taken = other.read(3) or other.read(3)
     assert sorted(entry.number for entry in [*held, *taken]) == [1, 2, 3, 4, 5, 6]
     one.acknowledge(held[:1])
-    assert [entry.number for entry in other.reclaim(0.0) if entry not in taken] == [2, 3]
+    assert [entry.number for entry in other.reclaim() if entry not in taken] == [2, 3]
     other.acknowledge([*taken, *held])
-    assert other.reclaim(0.0) == []
+    assert other.reclaim() == []
 
 
 @pytest.mark.parametrize("after_flush", [True, False])
@@ -284,7 +284,7 @@ def test_what_a_process_held_that_was_killed_is_reclaimed_by_another(ends: Ends)
         assert dying.stdout.readline() == b"1 2 3\n"
         dying.kill()
     living = GroupReader(ends.connect(), ends.key, "readers", "living", origin)
-    assert [entry.number for entry in living.reclaim(0.0)] == [2, 3]
+    assert [entry.number for entry in living.reclaim()] == [2, 3]
     assert [entry.number for entry in living.read(10)] == [4, 5, 6]
     ends.writer.release(6)
     assert ask(ends.server, "XLEN", ends.key) == 0

@@ -245,12 +245,12 @@ class GroupReader:
         streams = raised(reply)
         return [] if streams is None else self._opened(_entries(streams[0][1]))  # type: ignore[index]
 
-    def reclaim(self, idle_s: float, count: int = 16) -> list[Entry]:
-        """Messages that a consumer was given so long ago, and never acknowledged: they are this one's from now on."""
+    def reclaim(self, count: int = 16) -> list[Entry]:
+        """Messages that a consumer was given and never acknowledged: they are this one's from now on."""
         if not self._has_group and not self._join():
             return []
-        idle_ms = int(idle_s * 1000)
-        command = ("XAUTOCLAIM", self.key, self.group, self.consumer, idle_ms, "0-0", "COUNT", count)
+        least_idle_ms = 0
+        command = ("XAUTOCLAIM", self.key, self.group, self.consumer, least_idle_ms, "0-0", "COUNT", count)
         (reply,) = self._redis.execute([command])
         if isinstance(reply, Exception) and str(reply).startswith("NOGROUP"):
             self._has_group = False
@@ -367,7 +367,7 @@ class OrderedReader:
         was_away = self.reader.times_connected != self._times_connected
         if was_away or self.reader.misses or self._gap_since_s is not None:
             times_connected = self.reader.times_connected
-            entries += self.reader.reclaim(0.0, _PENDING)
+            entries += self.reader.reclaim(_PENDING)
             self._times_connected = times_connected
         self._ahead |= {entry.number: entry for entry in entries}
 

@@ -88,7 +88,7 @@ Column: TypeAlias = NDArray[np.generic]
 class SlotTable:
     """Columns over the rows. The engine reads and writes them by slices; a row moves as a whole."""
 
-    def __init__(self, *, slots: int, capacity: int, chunk_tokens: int, max_stop_ids: int = 4):
+    def __init__(self, *, slots: int, capacity: int, chunk_tokens: int):
         self.slots, self.capacity, self.chunk_tokens = slots, capacity, chunk_tokens
         self.state = np.zeros(slots, np.int8)
         self.cached = np.zeros(slots, np.int64)
@@ -103,7 +103,8 @@ class SlotTable:
         self.returns_supports = np.zeros(slots, np.bool_)
         """Whether the request wants to know what each token was sampled from, and that is not all of the vocabulary."""
         self.seed = np.zeros(slots, np.uint64)
-        self.stop_ids = np.full((slots, max_stop_ids), -1, np.int64)
+        self.stop_ids = np.full((slots, 4), -1, np.int64)
+        """As wide as a request needed so far, see `widen_stop_ids`; -1 where a request has fewer."""
         self.cache_version = np.zeros(slots, np.int64)
         """Oldest version that wrote keys and values of the row; less where other weights replaced that version's."""
         self.mixed = np.zeros(slots, np.int64)
