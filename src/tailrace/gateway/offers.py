@@ -74,8 +74,6 @@ class Offers:
         self._waiting: dict[str, deque[_Waiting]] = {}
         self._numbers = itertools.count()
         self._changed = asyncio.Event()
-        self.claims = 0
-        """Rollouts that were claimed, in all."""
         self.held = 0
         """Rollouts that clients have now."""
         self.asking = 0
@@ -159,7 +157,6 @@ class Offers:
                     self._fill(waiting.row, claim.task)
                 waiting.claimed.set_result(None)
                 if answer := await waiting.answer:
-                    self.claims += 1
                     return answer
             waiting = self._next(claim)
         if self._is_closed:

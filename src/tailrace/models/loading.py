@@ -16,7 +16,6 @@ import copy
 import importlib.resources
 import importlib.util
 import json
-import logging
 import re
 import shutil
 import struct
@@ -64,8 +63,6 @@ _BROKEN_ADVICE = "its files are incomplete or broken"
 _UNSUPPORTED_ADVICE = "transformers has no causal language model of this architecture: choose another model"
 _UNSUPPORTED = re.compile("Unrecognized configuration class|does not recognize this architecture")
 """How transformers says so."""
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)

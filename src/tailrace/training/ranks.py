@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,8 +32,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 ValueT = TypeVar("ValueT")
-
-_log = logging.getLogger(__name__)
 
 _FOREVER = datetime.timedelta(days=1000)
 _WRITING = datetime.timedelta(hours=1)

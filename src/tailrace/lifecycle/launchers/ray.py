@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import signal
 from collections.abc import Coroutine, Sequence
 from dataclasses import replace
@@ -33,8 +32,6 @@ from tailrace.lifecycle.roles import NodeShare, Role
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
-
-_logger = logging.getLogger(__name__)
 
 _KILL_S = 3.0
 """How long an actor may take to kill its role, before it is taken for lost."""

@@ -19,7 +19,7 @@ from tailrace.guards import guarded
 from tailrace.records import Json
 
 HEALTH, RUN, CANCEL = b"health", b"run", b"cancel"
-DELTA, REPLY = b"delta", b"reply"
+DELTA = b"delta"
 
 
 class TraceError(msgspec.Struct, frozen=True):
