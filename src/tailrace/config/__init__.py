@@ -15,7 +15,7 @@ from typing import Any
 
 from tailrace.config.deadlines import with_scaled_deadlines
 from tailrace.config.overrides import apply_overrides, flattened, parse_overrides
-from tailrace.config.plan import Plan, plan_run, with_decay_end
+from tailrace.config.plan import plan_run, with_decay_end
 from tailrace.config.problems import validated
 from tailrace.config.reference import settings_reference, simulation_reference
 from tailrace.config.resuming import (
@@ -45,7 +45,6 @@ __all__ = [
     "RECIPE_FILE",
     "RUNS",
     "Difference",
-    "Plan",
     "RunSettings",
     "differences",
     "list_recipes",

@@ -5,7 +5,7 @@ with its reward, and scored groups; or an error that costs that rollout or group
 never tokenized again, an exception never becomes a reward, and nothing here knows of schedules, weights or torch.
 """
 
-from tailrace.rollouts.chat import ChatRenderer, ChatTokenizer, ParsedReply
+from tailrace.rollouts.chat import ChatRenderer, ChatTokenizer
 from tailrace.rollouts.endpoints import Endpoints
 from tailrace.rollouts.environment import LoadedEnvironment
 from tailrace.rollouts.error_budget import ErrorBudget
@@ -21,7 +21,6 @@ __all__ = [
     "Endpoints",
     "ErrorBudget",
     "LoadedEnvironment",
-    "ParsedReply",
     "RolloutPolicy",
     "RolloutSettings",
     "Rollouter",

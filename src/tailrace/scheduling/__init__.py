@@ -6,11 +6,10 @@ have room, scores each group as soon as it is complete, and forms a batch once o
 a rollout without a reason in the ledger, and never decides when training is over: the trainer does.
 """
 
-from tailrace.scheduling.admission import AdmissionState, Verdict, may_admit
+from tailrace.scheduling.admission import Verdict
 from tailrace.scheduling.base import SaveState, Scheduler
 from tailrace.scheduling.evaluation import Evaluation, EvaluationResult, Evaluator, evaluate
 from tailrace.scheduling.feed import FeedFigures, FeedScheduler
-from tailrace.scheduling.groups import GroupRunner
 from tailrace.scheduling.ledger import Ledger
 from tailrace.scheduling.mix import EnvironmentFigures, EnvironmentMix
 from tailrace.scheduling.observer import SchedulerObserver, SchedulerStatistics
@@ -19,7 +18,6 @@ from tailrace.scheduling.stream import StreamScheduler
 from tailrace.scheduling.tasks import TaskSource, TaskStream
 
 __all__ = [
-    "AdmissionState",
     "EnvironmentFigures",
     "EnvironmentMix",
     "Evaluation",
@@ -28,7 +26,6 @@ __all__ = [
     "Evaluator",
     "FeedFigures",
     "FeedScheduler",
-    "GroupRunner",
     "Ledger",
     "SaveState",
     "Scheduler",
@@ -40,5 +37,4 @@ __all__ = [
     "TaskStream",
     "Verdict",
     "evaluate",
-    "may_admit",
 ]

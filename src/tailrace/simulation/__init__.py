@@ -7,6 +7,6 @@ a wall clock or draw from an unseeded generator: the same seed gives the same ru
 
 from tailrace.simulation.run import SimulatedRun, Simulation, simulate
 from tailrace.simulation.settings import SimulationPlan
-from tailrace.simulation.virtual_time import VirtualTimeLoop, run_in_virtual_time
+from tailrace.simulation.virtual_time import run_in_virtual_time
 
-__all__ = ["SimulatedRun", "Simulation", "SimulationPlan", "VirtualTimeLoop", "run_in_virtual_time", "simulate"]
+__all__ = ["SimulatedRun", "Simulation", "SimulationPlan", "run_in_virtual_time", "simulate"]

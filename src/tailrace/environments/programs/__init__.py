@@ -7,6 +7,6 @@ rollout, or this process, however that ends.
 
 from tailrace.environments.programs.agent import CommandAgent, command_agent
 from tailrace.environments.programs.process import ProgramLimits
-from tailrace.environments.programs.rewards import ProgramEnd, ProgramReward
+from tailrace.environments.programs.rewards import ProgramEnd
 
-__all__ = ["CommandAgent", "ProgramEnd", "ProgramLimits", "ProgramReward", "command_agent"]
+__all__ = ["CommandAgent", "ProgramEnd", "ProgramLimits", "command_agent"]

@@ -8,6 +8,6 @@ rollouts that it held, each of which is told by its name; nothing that users wro
 from tailrace.rollouts.agent_workers.held import PlayedRollout
 from tailrace.rollouts.agent_workers.places import WorkerPlace
 from tailrace.rollouts.agent_workers.pool import AgentWorkers
-from tailrace.rollouts.agent_workers.watching import AgentWorkerFigures, WorkerWatch
+from tailrace.rollouts.agent_workers.watching import WorkerWatch
 
-__all__ = ["AgentWorkerFigures", "AgentWorkers", "PlayedRollout", "WorkerPlace", "WorkerWatch"]
+__all__ = ["AgentWorkers", "PlayedRollout", "WorkerPlace", "WorkerWatch"]

@@ -8,7 +8,7 @@ all, and never makes a number of an error.
 from tailrace.rollouts.scoring.functions import RewardFunctions
 from tailrace.rollouts.scoring.judge import RelativeJudge
 from tailrace.rollouts.scoring.scorer import Scorer
-from tailrace.rollouts.scoring.teacher import EndpointScorer, EngineScorer, Teacher, TeacherPlan, TokenScorer
+from tailrace.rollouts.scoring.teacher import EndpointScorer, EngineScorer, Teacher, TeacherPlan
 from tailrace.rollouts.scoring.usage import JudgeUsage, ModelUsage, TeacherUsage
 
 __all__ = [
@@ -22,5 +22,4 @@ __all__ = [
     "Teacher",
     "TeacherPlan",
     "TeacherUsage",
-    "TokenScorer",
 ]

@@ -7,6 +7,6 @@ prompt chunks of joining requests, then one token of each running one. Only atte
 contexts is padded, and nothing here knows a particular model.
 """
 
-from tailrace.generation.engines.torch.engine import TorchEngine, torch_engine_factory
+from tailrace.generation.engines.torch.engine import TorchEngine
 
-__all__ = ["TorchEngine", "torch_engine_factory"]
+__all__ = ["TorchEngine"]

@@ -8,6 +8,6 @@ the teacher must have the policy's tokenizer: one that has another is refused be
 
 from tailrace.rollouts.scoring.teacher.endpoint import EndpointScorer
 from tailrace.rollouts.scoring.teacher.engine import EngineScorer
-from tailrace.rollouts.scoring.teacher.teacher import Teacher, TeacherPlan, TokenScorer
+from tailrace.rollouts.scoring.teacher.teacher import Teacher, TeacherPlan
 
-__all__ = ["EndpointScorer", "EngineScorer", "Teacher", "TeacherPlan", "TokenScorer"]
+__all__ = ["EndpointScorer", "EngineScorer", "Teacher", "TeacherPlan"]
