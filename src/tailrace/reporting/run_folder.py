@@ -81,7 +81,7 @@ def read_run_folder(folder: Path) -> RunFolder:
     if summary is None and not (folder / METRICS_FILE).is_file():
         raise DataError(f"{folder} is not a run folder: it has neither {METRICS_FILE} nor summary.json")
     token_steps = {file.step for file in token_files(folder) if not file.is_evaluation}
-    settings = folder / (summary.settings_path if summary is not None else "config.toml")
+    settings = folder / "config.toml"
     return RunFolder(
         name=folder.resolve().name if summary is None else summary.name,
         rows=read_jsonl(folder / METRICS_FILE),

@@ -158,7 +158,6 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     """By role."""
     dropped_records: int = 0
     """Metrics and rollout files that the disk did not take."""
-    settings_path: str = "config.toml"
     checkpoint_path: str = ""
     """The newest checkpoint."""
     versions: dict[str, str] = {}
