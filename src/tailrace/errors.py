@@ -16,7 +16,7 @@ Each message says what was found, what was expected and what to do about it, and
     │                                               ConsumerRefused
     ├── TrainingError                               Diverged, CheckpointError, NothingLeft, RankLost, Misreported
     ├── AccountingError, LifecycleError (ReplicaReleased, ClusterFull)
-    └── SimulationError ── Deadlock
+    └── Deadlock                                    a simulated run cannot go on
 """
 
 from __future__ import annotations
@@ -257,9 +257,5 @@ class ClusterFull(LifecycleError):
     """No machine of a cluster had room for a role in time; it was not started."""
 
 
-class SimulationError(TailraceError):
-    """A simulated run cannot go on."""
-
-
-class Deadlock(SimulationError):
+class Deadlock(TailraceError):
     """No event is left in virtual time, and a task still waits; the message names it."""
