@@ -11,13 +11,13 @@ from pathlib import Path
 
 import msgspec
 
-from tailrace.dashboard.metric_columns import decoded, is_number
+from tailrace.dashboard.metric_columns import decoded
 from tailrace.dashboard.others import about
 from tailrace.dashboard.settings_view import Settings, read_settings
 from tailrace.dashboard.tailing import first_lines, last_lines
 from tailrace.errors import DataError
 from tailrace.records import Json
-from tailrace.reporting.run_folder import METRICS_FILE
+from tailrace.reporting.run_folder import METRICS_FILE, is_number
 from tailrace.reporting.summary import RunSummary, read_summary
 
 _MARKS = ("config.toml", METRICS_FILE, "events.jsonl", "summary.json")

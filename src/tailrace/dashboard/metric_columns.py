@@ -10,12 +10,12 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
-from typing_extensions import TypeIs
 
 from tailrace.dashboard.tailing import Tail
 from tailrace.errors import DataError
 from tailrace.guards import guarded
 from tailrace.records import Json
+from tailrace.reporting.run_folder import is_number
 
 _LINE = msgspec.json.Decoder(dict[str, Json])
 _MOST_COLUMNS = 4_000
@@ -107,8 +107,3 @@ def decoded(line: bytes) -> dict[str, Json] | None:
             return _LINE.decode(line)
     except DataError:
         return None
-
-
-def is_number(value: Json) -> TypeIs[int | float]:
-    """No truth value is one."""
-    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -6,6 +6,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from typing_extensions import TypeIs
+
 from tailrace.errors import DataError
 from tailrace.records import Json
 from tailrace.reporting.rollout_records import RolloutRecord
@@ -55,14 +57,14 @@ class RunFolder:
         points = [
             (row["step"], float(row[name]))
             for row in self.rows
-            if _is_number(row.get(name)) and _is_number(row.get("step"))
+            if is_number(row.get(name)) and is_number(row.get("step"))
         ]
         return Series([step for step, _ in points], [value for _, value in points])
 
     @property
     def steps(self) -> list[dict[str, float]]:
         """The metrics of each line, without what is no number."""
-        return [{name: float(value) for name, value in row.items() if _is_number(value)} for row in self.rows]
+        return [{name: float(value) for name, value in row.items() if is_number(value)} for row in self.rows]
 
     def names(self, prefix: str, suffix: str) -> list[str]:
         """Metric names of a family that occur, in order of appearance."""
@@ -71,7 +73,7 @@ class RunFolder:
 
     def latest(self) -> dict[str, float]:
         """The newest value of every metric, by name."""
-        newest = {name: value for row in self.rows for name, value in row.items() if _is_number(value)}
+        newest = {name: value for row in self.rows for name, value in row.items() if is_number(value)}
         return {name: newest[name] for name in sorted(newest)}
 
 
@@ -121,5 +123,6 @@ def _scored(paths: Sequence[Path]) -> list[RolloutRecord]:
     return sorted(records, key=lambda record: record.reward or 0.0)
 
 
-def _is_number(value: Json) -> bool:
+def is_number(value: Json) -> TypeIs[int | float]:
+    """No truth value is one."""
     return isinstance(value, int | float) and not isinstance(value, bool)

@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tailrace.dashboard.metric_columns import is_number
 from tailrace.dashboard.others.placed import Placed, digest, finite, messages_of
 from tailrace.errors import DataError
 from tailrace.guards import guarded
 from tailrace.records import Json, Outcome
 from tailrace.reporting.rollout_records import RolloutRecord
+from tailrace.reporting.run_folder import is_number
 
 if TYPE_CHECKING:
     from pyarrow import parquet
