@@ -11,6 +11,7 @@ import msgspec
 from typing_extensions import override
 
 from tailrace.gateway.dialects.fields import (
+    UNMODIFIED,
     arguments_of,
     function_of,
     number,
@@ -66,14 +67,13 @@ _NEUTRAL: Mapping[str, tuple[Json, ...]] = {
     "verbosity": (),
     "moderation": (),
 }
-_UNMODIFIED = "tokens are trained on under the distribution that they were sampled from, so none may be changed"
 _REASONS = {
     "n": "a request is one turn; ask again for another one",
-    "frequency_penalty": _UNMODIFIED,
-    "presence_penalty": _UNMODIFIED,
-    "repetition_penalty": _UNMODIFIED,
-    "logit_bias": _UNMODIFIED,
-    "min_p": _UNMODIFIED,
+    "frequency_penalty": UNMODIFIED,
+    "presence_penalty": UNMODIFIED,
+    "repetition_penalty": UNMODIFIED,
+    "logit_bias": UNMODIFIED,
+    "min_p": UNMODIFIED,
     "top_logprobs": "engines tell the log-probability of the sampled token alone",
     "parallel_tool_calls": "calls are not guided: a reply may have several calls",
     "modalities": "the policy writes text only",

@@ -14,6 +14,8 @@ from tailrace.records import Json, Message, ToolSpec, can_be_sent
 ValueT = TypeVar("ValueT")
 
 NO_REASONS: Mapping[str, str] = {}
+UNMODIFIED = "tokens are trained on under the distribution that they were sampled from, so none may be changed"
+"""The reason why penalties and the like cannot be had."""
 NO_PARAMETERS: dict[str, Json] = {"type": "object", "properties": {}}
 
 

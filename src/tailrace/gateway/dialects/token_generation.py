@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 
 from tailrace.gateway.dialects.fields import (
+    UNMODIFIED,
     number,
     of_type,
     optional,
@@ -52,7 +53,6 @@ _SAMPLING_WITHOUT_EFFECT = frozenset(
         *("include_stop_str_in_output", "return_token_ids", "routed_experts_prompt_start"),
     }
 )
-_UNMODIFIED = "tokens are trained on under the distribution that they were sampled from, so none may be changed"
 _SAMPLING_NEUTRAL: Mapping[str, tuple[Json, ...]] = {
     "n": (1,),
     "best_of": (1,),
@@ -78,7 +78,7 @@ _SAMPLING_REASONS = {
     "structured_outputs": "answers of a schema are chat's",
     **dict.fromkeys(
         ("min_p", "min_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"),
-        _UNMODIFIED,
+        UNMODIFIED,
     ),
 }
 
