@@ -1,7 +1,7 @@
 """The clients of `benchmarks/gateway.py`, in a process of their own: HTTP written by hand, so that they keep up.
 
 Reads a JSON line (address, keys, turns, whether replies are streamed, seed), plays one rollout per key, all at once,
-and prints a JSON line: how long turns took, and how many bytes came back. Where it `claims` them, the key is the run's:
+and prints a JSON line: how many turns there were, and how long they took. Where it `claims` them, the key is the run's:
 each client claims a rollout with it, plays it where it is told to, and says that it earned 1.
 """
 
@@ -23,7 +23,6 @@ class Rollout:
     def __init__(self, order: dict[str, Any], key: str, number: int) -> None:
         self._order, self._key, self._random = order, key, random.Random(order["seed"] + number)
         self.turn_s: list[float] = []
-        self.received_bytes = 0
 
     async def play(self) -> None:
         await asyncio.sleep(self._random.random() * self._order["spread_s"])
@@ -62,7 +61,6 @@ class Rollout:
     async def _post(self, path: str, body: dict[str, Any]) -> Any:
         top = await self._send(path, body)
         length = int(top.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0])
-        self.received_bytes += length
         return json.loads(await self._reader.readexactly(length))
 
     async def _send(self, path: str, body: dict[str, Any]) -> bytes:
@@ -74,7 +72,6 @@ class Rollout:
         )
         self._writer.write(head.encode() + raw)
         top = await self._reader.readuntil(b"\r\n\r\n")
-        self.received_bytes += len(top)
         if not top.startswith(b"HTTP/1.1 200"):
             raise RuntimeError(top.decode())
         return top
@@ -85,7 +82,6 @@ class Rollout:
             body += await self._reader.readexactly(size)
             await self._reader.readexactly(2)
         await self._reader.readexactly(2)
-        self.received_bytes += len(body)
         events = [event for event in body.split(b"\n\n") if event.startswith(b"data: {")]
         deltas = [json.loads(event[6:])["choices"][0]["delta"].get("content") or "" for event in events]
         return "".join(deltas)
@@ -96,8 +92,7 @@ async def main() -> None:
     rollouts = [Rollout(order, key, number) for number, key in enumerate(order["keys"])]
     await asyncio.gather(*(rollout.play() for rollout in rollouts))
     turns = sorted(one for rollout in rollouts for one in rollout.turn_s)
-    received = sum(rollout.received_bytes for rollout in rollouts)
-    print(json.dumps({"turns": len(turns), "median_s": turns[len(turns) // 2], "received_bytes": received}))
+    print(json.dumps({"turns": len(turns), "median_s": turns[len(turns) // 2]}))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Attention over packed rows: every segment attends to itself alone, and no mask of row length squared exists.
 
-A row is [1, num_tokens]: samples side by side. `PackedAttention` registers with transformers' attention interface, so
-that a model's own code runs unchanged and hands over queries, keys and values of the whole row:
+A row is [1, num_tokens]: samples side by side. `packed_attention` is registered with transformers' attention interface,
+so that a model's own code runs unchanged and hands over queries, keys and values of the whole row:
 
     [1, heads, num_tokens, head_size] ──gather──► [segments, heads, max_len, head_size] per group of similar lengths
                                       ◄─scatter── causal attention; what was padded is never read back
