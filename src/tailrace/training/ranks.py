@@ -36,7 +36,7 @@ ValueT = TypeVar("ValueT")
 _FOREVER = datetime.timedelta(days=1000)
 _WRITING = datetime.timedelta(hours=1)
 """How long a rank may take longer than another to write its part of a checkpoint."""
-_LAST_WORDS_S = 5.0
+_REPORTS_WITHIN_S = 5.0
 """How long a rank that lost another waits to hear from those that are left."""
 _FAILED, _LOST = "failed", "lost"
 
@@ -188,7 +188,7 @@ class JoinedRanks(Ranks):
     def _who_is_gone(self, why: str) -> str:
         """A sentence that names the rank that failed, or those that are silent."""
         reports: dict[int, list[str]] = {}
-        deadline_s = time.monotonic() + _LAST_WORDS_S
+        deadline_s = time.monotonic() + _REPORTS_WITHIN_S
         while len(reports) < self.size - 1 and time.monotonic() < deadline_s:
             reports |= {rank: words for rank in self._others if (words := self._report_of(rank)) is not None}
             failed = next((rank for rank, words in reports.items() if words[0] == _FAILED), None)

@@ -105,7 +105,7 @@ class StdioTransport:
         self._listening.cancel()
 
     async def _read(self, process: Process) -> None:
-        """Pass its messages on. Its end, or what cannot be endured, ends the stream, and calls with it."""
+        """Pass its messages on. Its end, or output that is no message, ends the stream, and calls with it."""
         assert process.stdout is not None  # it has pipes
         garbage = 0
         async with self._to_client:

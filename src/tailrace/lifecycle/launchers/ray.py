@@ -103,7 +103,7 @@ class RayHandle(RoleHandle):
                 await _known(hosts)
             first_line = (str(error).splitlines() or [type(error).__name__])[0]
             return -signal.SIGKILL, f"the {self.spec.name} is lost, with its actor or its node: {first_line}"
-        except Exception as error:  # noqa: BLE001 - of any kind: without a word nobody would miss the role
+        except Exception as error:  # noqa: BLE001 - of any kind: unreported, nobody would miss the role
             return int(ExitCode.FAILED), f"the {self.spec.name} cannot be watched: {error!r}"
 
     async def _live_on(self, host: ActorHandle, order: HostOrder) -> tuple[int, str]:

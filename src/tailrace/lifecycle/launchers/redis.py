@@ -172,7 +172,7 @@ class RemoteHandle(RoleHandle):
             self._closing = asyncio.ensure_future(self._channel.close())
 
     async def closed(self) -> None:
-        """Wait until the other machine's last words are read, or given up."""
+        """Wait until the other machine's last messages are read, or given up."""
         await self._closing
 
 

@@ -1,6 +1,6 @@
 """Which rollout an agent worker ran when it ended: a number in a file's memory, which outlives the process.
 
-The worker writes it at every turn of a task; the orchestrator finds it in front of the process's last words. So what
+The worker writes it at every turn of a task; the orchestrator finds it in front of the process's exit report. So what
 one rollout does to the process is that rollout's alone, whatever ended it: a signal, `os._exit`, a loop that is held.
 """
 

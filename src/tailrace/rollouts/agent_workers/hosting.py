@@ -3,7 +3,7 @@
     orchestrator: HostClient ── Begin, ToProcess, WriteStacks, Kill ──► WorkerHost ── a pair of sockets ──► the process
                              ◄──── FromProcess, SocketClosed, Stopped, Ended ────
 
-The host is beside the process as the orchestrator is otherwise: it has its last words and its signals, and holds the
+The host is beside the process as the orchestrator is otherwise: it has its exit report and its signals, and holds the
 run's keys, which users' code never sees. Branches go by value. Whoever loses the other ends what it had of it.
 """
 

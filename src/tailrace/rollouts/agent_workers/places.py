@@ -175,7 +175,7 @@ class LocalProcess(WorkerProcess):
 
 
 class _Files:
-    """What outlives a process that wrote it: its last words, and finished branches."""
+    """What outlives a process that wrote it: its exit report, and finished branches."""
 
     def __init__(self, shares_memory: bool) -> None:
         self._exit_report: IO[bytes] = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - closed in `close`

@@ -97,7 +97,7 @@ class AgentWorkerProcess:
     """The rollouts that are played here."""
 
     def __init__(self, end: socket.socket, stacks: int, segments: Sequence[int]) -> None:
-        """`end` of the pair of sockets that leads to the orchestrator; `stacks` is a file for the last words, and
+        """`end` of the pair of sockets that leads to the orchestrator; `stacks` is the file of the exit report, and
         `segments` are shared memory for branches."""
         self._end, self._stacks = end, stacks
         self._branches = BranchWriter(segments)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 Options: TypeAlias = dict[str, Any]
 """Options of vLLM's engine by name."""
 
-WORKER_DIED = "a worker process of vLLM died or was ended; the log has its last words"
+WORKER_DIED = "a worker process of vLLM died or was ended; the log has what it wrote last"
 
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core in this process, so that the loop owns each step
