@@ -33,15 +33,9 @@ from tailrace.lifecycle.event_loop import run_on_event_loop
 from tailrace.lifecycle.resources import own_shared_memory, own_socket_folder
 from tailrace.records import Group, PlannedBatch
 from tailrace.replay.synthetic import SyntheticLoad, synthetic_groups
-from tailrace.transport.batches.channels import (
-    file_receiver,
-    file_sender,
-    shared_memory_receiver,
-    shared_memory_sender,
-    value_receiver,
-    value_sender,
-)
+from tailrace.transport.batches.channels import ChannelBatchReceiver, ChannelBatchSender
 from tailrace.transport.batches.queue import BatchReceiver, BatchSender, MemoryBatchQueue
+from tailrace.transport.batches.stores import FileSource, FileStore, SharedMemoryStore, ValueSource, ValueStore
 from tailrace.transport.channels import ipc_address
 
 RANKS = 8
@@ -179,11 +173,15 @@ def open_queue(
         queue = MemoryBatchQueue(num_ranks=RANKS)
         return queue, [queue.receiver(rank) for rank in range(RANKS)]
     if carrier == "files":
-        return file_sender(address, folder, num_ranks=RANKS), [file_receiver(address, folder, **of) for of in ranks]
+        return ChannelBatchSender(address, FileStore(folder), num_ranks=RANKS), [
+            ChannelBatchReceiver(address, FileSource(folder), **of) for of in ranks
+        ]
     if carrier == "zmq":
-        return value_sender(address, num_ranks=RANKS), [value_receiver(address, **of) for of in ranks]
-    sender = shared_memory_sender(address, shared_memory, num_ranks=RANKS)
-    return sender, [shared_memory_receiver(address, shared_memory, **of) for of in ranks]
+        return ChannelBatchSender(address, ValueStore(), num_ranks=RANKS), [
+            ChannelBatchReceiver(address, ValueSource(), **of) for of in ranks
+        ]
+    sender = ChannelBatchSender(address, SharedMemoryStore(shared_memory), num_ranks=RANKS)
+    return sender, [ChannelBatchReceiver(address, FileSource(shared_memory, recycled=True), **of) for of in ranks]
 
 
 def write_floor_s(folder: Path, num_bytes: int) -> float:

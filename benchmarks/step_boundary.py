@@ -75,7 +75,8 @@ from tailrace.records import (
 )
 from tailrace.replay.loop_load import LagSampler, SampledLag, loop_traffic
 from tailrace.replay.memory import PeakMemory, copy_s
-from tailrace.transport.batches.channels import ChannelBatchSender, shared_memory_sender
+from tailrace.transport.batches.channels import ChannelBatchSender
+from tailrace.transport.batches.stores import SharedMemoryStore
 from tailrace.transport.channels import encode, ipc_address
 from tailrace.transport.payloads.accounts import PayloadAccounts
 from tailrace.transport.payloads.slab_store import SlabPayloadStore
@@ -206,7 +207,7 @@ async def run_case(case: Case, *, steps: int, smallest_s: float | None) -> list[
         address = ipc_address(stack.enter_context(own_socket_folder("benchmark")).path, "batches")
         floors = measure_floors(folder, case.payload_bytes)
         generating = stack.enter_context(Peer(generator, str(folder)))
-        sender = shared_memory_sender(address, folder, num_ranks=RANKS)
+        sender = ChannelBatchSender(address, SharedMemoryStore(folder), num_ranks=RANKS)
         training = stack.enter_context(Peer(trainer, address, str(folder), RANKS))
         await asyncio.to_thread(training.receive)
         stack.push_async_callback(sender.close)

@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 
 from tailrace.records import Batch, PayloadRef
 from tailrace.replay.memory import PeakMemory
-from tailrace.transport.batches.channels import ChannelBatchReceiver, shared_memory_receiver
+from tailrace.transport.batches.channels import ChannelBatchReceiver
+from tailrace.transport.batches.stores import FileSource
 from tailrace.transport.payloads.slab_store import SlabPayloadStore
 from tailrace.transport.payloads.store import PayloadStore
 
@@ -95,7 +96,10 @@ def trainer(pipe: Connection, address: str, folder: str, num_ranks: int) -> None
 
 
 async def _train(pipe: Connection, address: str, folder: Path, num_ranks: int) -> None:
-    receivers = [shared_memory_receiver(address, folder, rank=rank, num_ranks=num_ranks) for rank in range(num_ranks)]
+    receivers = [
+        ChannelBatchReceiver(address, FileSource(folder, recycled=True), rank=rank, num_ranks=num_ranks)
+        for rank in range(num_ranks)
+    ]
     reader = RowReader(SlabPayloadStore(folder))
     pipe.send("connected")
     while await asyncio.to_thread(_next, pipe) is not None:

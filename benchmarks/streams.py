@@ -56,13 +56,9 @@ from tailrace.records import (
     TrainingSample,
     sample_of,
 )
-from tailrace.transport.batches.channels import (
-    shared_memory_receiver,
-    shared_memory_sender,
-    value_receiver,
-    value_sender,
-)
+from tailrace.transport.batches.channels import ChannelBatchReceiver, ChannelBatchSender
 from tailrace.transport.batches.queue import BatchReceiver, BatchSender
+from tailrace.transport.batches.stores import FileSource, SharedMemoryStore, ValueSource, ValueStore
 from tailrace.transport.channels import ipc_address
 from tailrace.transport.redis.channels import RedisPlace
 from tailrace.transport.redis.sample_receiver import RedisSampleReceiver
@@ -384,17 +380,17 @@ async def receiver_of(about: dict[str, Any]) -> AsyncIterator[Callable[[], Any]]
 def open_sender(about: dict[str, Any]) -> BatchSender:
     """Of batches."""
     if about["case"] == "shared_memory":
-        return shared_memory_sender(about["address"], Path(about["memory"]), checksum_bodies=True)
+        return ChannelBatchSender(about["address"], SharedMemoryStore(Path(about["memory"]), checksum_bodies=True))
     redis = place(about)
-    return value_sender(redis.address("batches"), open_channel=redis.open_keeping_channel)
+    return ChannelBatchSender(redis.address("batches"), ValueStore(), open_channel=redis.open_keeping_channel)
 
 
 def open_receiver(about: dict[str, Any]) -> BatchReceiver:
     """The other end."""
     if about["case"] == "shared_memory":
-        return shared_memory_receiver(about["address"], Path(about["memory"]))
+        return ChannelBatchReceiver(about["address"], FileSource(Path(about["memory"]), recycled=True))
     redis = place(about)
-    return value_receiver(redis.address("batches"), open_channel=redis.open_channel)
+    return ChannelBatchReceiver(redis.address("batches"), ValueSource(), open_channel=redis.open_channel)
 
 
 def place(about: dict[str, Any]) -> RedisPlace:

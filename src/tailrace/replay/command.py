@@ -24,7 +24,8 @@ from tailrace.replay.stages import Pipeline
 from tailrace.replay.synthetic import SyntheticLoad, synthetic_groups
 from tailrace.scheduling.settings import SchedulingSettings
 from tailrace.tracing.phases import PhaseRecorder
-from tailrace.transport.batches.channels import shared_memory_receiver, shared_memory_sender
+from tailrace.transport.batches.channels import ChannelBatchReceiver, ChannelBatchSender
+from tailrace.transport.batches.stores import FileSource, SharedMemoryStore
 from tailrace.transport.channels import ipc_address
 
 _SIZE = re.compile(r"(?P<number>\d+(\.\d+)?)\s*(?P<unit>B|KB|MB|GB)?", re.IGNORECASE)
@@ -65,9 +66,9 @@ async def replay(plan: ReplayPlan, *, only: str | None = None, traffic: int = 0,
         address = ipc_address(stack.enter_context(own_socket_folder(epoch)).path, _QUEUE)
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tailrace-replay-")))
         recorder = stack.enter_context(PhaseRecorder().recording())
-        sender = shared_memory_sender(address, shared_memory)
+        sender = ChannelBatchSender(address, SharedMemoryStore(shared_memory))
         stack.push_async_callback(sender.close)
-        receiver = shared_memory_receiver(address, shared_memory)
+        receiver = ChannelBatchReceiver(address, FileSource(shared_memory, recycled=True))
         stack.push_async_callback(receiver.close)
         experts = stack.enter_context(ReplayedExperts(shared_memory))
         groups = await asyncio.to_thread(plan.groups, experts)

@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, closing, 
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypedDict
+from typing import Literal
 from urllib.parse import urlsplit
 
 import msgspec
@@ -34,16 +34,15 @@ from tailrace.rollouts.agent_workers.places import LocalPlace
 from tailrace.run.folder import RunPaths, announcement_file, writing
 from tailrace.run.ownership import Owner
 from tailrace.run.transports import BATCHES_AHEAD, MakeGenerator, TrainerEnds, Transports
-from tailrace.transport.batches.channels import (
-    ChannelBatchReceiver,
-    ChannelBatchSender,
-    file_receiver,
-    file_sender,
-    rank_address,
-    shared_memory_receiver,
-    shared_memory_sender,
-    value_receiver,
-    value_sender,
+from tailrace.transport.batches.channels import ChannelBatchReceiver, ChannelBatchSender, rank_address
+from tailrace.transport.batches.stores import (
+    BatchSource,
+    BatchStore,
+    FileSource,
+    FileStore,
+    SharedMemoryStore,
+    ValueSource,
+    ValueStore,
 )
 from tailrace.transport.channels import Channel, OpenChannel, require_listener
 from tailrace.transport.events.log import MemoryEventLog
@@ -59,7 +58,6 @@ from tailrace.transport.redis.run_names import own_run_name
 from tailrace.transport.redis.sample_sender import RedisSampleSender
 from tailrace.transport.redis.streams import Origin
 from tailrace.transport.samples.stream import SampleSender
-from tailrace.transport.settings import BatchTransport
 from tailrace.transport.weights.lending import LendingFigures, ModelStateDictLender
 from tailrace.transport.weights.stores import (
     ModelStateDictStore,
@@ -108,20 +106,6 @@ class GeneratorEnds:
     """The same store, where its client does not see it."""
 
 
-class _TrainerRanks(TypedDict):
-    """How both ends of a batch queue know them."""
-
-    num_ranks: int
-    ranks_per_row: int
-
-
-class _Kept(TypedDict):
-    """How many batches a sender has in hand."""
-
-    capacity: int
-    retained_bytes: int | None
-
-
 def restarts_trainer(settings: RunSettings) -> bool:
     """Whether a trainer that ends early is started again: its batches are kept then, until a checkpoint has them."""
     return settings.restarts.per_role > 0
@@ -138,7 +122,9 @@ class HostTransports(Transports):
         self._weights = weights if settings.transport.weights == "object_store" else None
         self.redis = redis_place(where, settings) if where.redis else None
         self.samples = redis_place(where, settings, where.samples) if where.samples else None
-        self._open_channel: OpenChannel = partial(Channel, keys=where.keys)
+        self._open_channel: OpenChannel = (
+            partial(Channel, keys=where.keys) if self.redis is None else self.redis.open_channel
+        )
         self._shared_memory, self._files = Path(where.shared_memory), Path(where.batch_files)
         self.lender = ModelStateDictLender(
             self._weights_folder(self._own_host), deltas=settings.transport.weights != "whole"
@@ -238,41 +224,56 @@ class HostTransports(Transports):
         return TransferPlace(self._shared_memory, _host_of(address), self.where.keys.derived("weight transfers"))
 
     @property
-    def _batches(self) -> BatchTransport | None:
-        """As chosen; through the socket itself where roles share no memory."""
-        return self._settings.transport.batches or ("zmq" if self.where.keys else None)
+    def _batch_bodies(self) -> Literal["memory", "files", "messages"]:
+        """Where the bytes of batches lie: as chosen; they are messages themselves where roles share no memory."""
+        if self.redis is not None:
+            return "files" if self._settings.transport.redis.bodies == "files" else "messages"
+        match self._settings.transport.batches or ("zmq" if self.where.keys else None):
+            case "files":
+                return "files"
+            case "zmq":
+                return "messages"
+            case _:
+                return "memory"
 
     @override
     def batch_sender(self) -> ChannelBatchSender:
-        address, ranks = self.where.batches, self._trainer_ranks
-        kept: _Kept = {"capacity": BATCHES_AHEAD, "retained_bytes": self._retained_bytes}
-        match self._batches:
+        open_channel = self._open_channel
+        match self._batch_bodies:
+            case "memory":
+                store: BatchStore = SharedMemoryStore(self._shared_memory, spill=self._files, checksum_bodies=True)
             case "files":
-                return file_sender(address, self._files, **ranks, **kept, open_channel=self._open_channel)
-            case "zmq":
-                return value_sender(address, **ranks, **kept, open_channel=self._open_channel)
-            case _ if self.redis is not None and self._settings.transport.redis.bodies == "files":
-                return file_sender(address, self._files, **ranks, **kept, open_channel=self.redis.open_channel)
-            case _ if self.redis is not None:
-                return value_sender(address, **ranks, **kept, open_channel=self.redis.open_keeping_channel)
-            case _:
-                return shared_memory_sender(
-                    address, self._shared_memory, spill=self._files, checksum_bodies=True, **ranks, **kept
-                )
+                store = FileStore(self._files)
+            case "messages":
+                store = ValueStore()
+                if self.redis is not None:
+                    open_channel = self.redis.open_keeping_channel
+        return ChannelBatchSender(
+            self.where.batches,
+            store,
+            num_ranks=self._settings.trainer.ranks,
+            ranks_per_row=self._settings.trainer.sequence_parallel,
+            capacity=BATCHES_AHEAD,
+            retained_bytes=self._retained_bytes,
+            open_channel=open_channel,
+        )
 
     def _batch_receiver(self, rank: int) -> ChannelBatchReceiver:
-        address, ranks = self.where.batches, self._trainer_ranks
-        match self._batches:
+        match self._batch_bodies:
+            case "memory":
+                source: BatchSource = FileSource(self._shared_memory, recycled=True, spill=self._files)
             case "files":
-                return file_receiver(address, self._files, rank=rank, **ranks, open_channel=self._open_channel)
-            case "zmq":
-                return value_receiver(address, rank=rank, **ranks, open_channel=self._open_channel)
-            case _ if self.redis is not None and self._settings.transport.redis.bodies == "files":
-                return file_receiver(address, self._files, rank=rank, **ranks, open_channel=self.redis.open_channel)
-            case _ if self.redis is not None:
-                return value_receiver(address, rank=rank, **ranks, open_channel=self.redis.open_channel)
-            case _:
-                return shared_memory_receiver(address, self._shared_memory, spill=self._files, rank=rank, **ranks)
+                source = FileSource(self._files)
+            case "messages":
+                source = ValueSource()
+        return ChannelBatchReceiver(
+            self.where.batches,
+            source,
+            rank=rank,
+            num_ranks=self._settings.trainer.ranks,
+            ranks_per_row=self._settings.trainer.sequence_parallel,
+            open_channel=self._open_channel,
+        )
 
     async def end_trainer_life(self, launcher: Launcher, batches: ChannelBatchSender) -> None:
         """New addresses for the next life of the trainer, at which `batches` waits for it."""
@@ -296,17 +297,11 @@ class HostTransports(Transports):
         if not restarts_trainer(self._settings):
             return None
         chosen = int(self._settings.restarts.retained_mb * 1e6)
-        if self._batches in ("files", "zmq"):
+        if self._batch_bodies == "memory":
+            return min(chosen, shutil.disk_usage(self._shared_memory).free // 4)
+        if self._batch_bodies == "files" or self.redis is None or self.redis.max_bytes is None:
             return chosen
-        if self.redis is not None:
-            bound = self.redis.max_bytes if self._settings.transport.redis.bodies == "streams" else None
-            return chosen if bound is None else min(chosen, bound // 4)
-        return min(chosen, shutil.disk_usage(self._shared_memory).free // 4)
-
-    @property
-    def _trainer_ranks(self) -> _TrainerRanks:
-        trainer = self._settings.trainer
-        return {"num_ranks": trainer.ranks, "ranks_per_row": trainer.sequence_parallel}
+        return min(chosen, self.redis.max_bytes // 4)
 
     @override
     def sample_sender(self) -> SampleSender:
@@ -336,10 +331,8 @@ class HostTransports(Transports):
         return ConversingEventLogServer(log, addresses, self.redis.open_channel).close
 
     def _log_client(self, rank: int) -> EventLogClient:
-        if self.redis is None:
-            return EventLogClient(self.where.events, self.where.epoch, self._open_channel)
-        address = rank_address(self.where.events, rank)
-        return EventLogClient(address, self.where.epoch, self.redis.open_channel)
+        address = self.where.events if self.redis is None else rank_address(self.where.events, rank)
+        return EventLogClient(address, self.where.epoch, self._open_channel)
 
     @override
     def connect(

@@ -7,11 +7,12 @@ import os
 import sys
 from pathlib import Path
 
-from tailrace.transport.batches.channels import shared_memory_receiver
+from tailrace.transport.batches.channels import ChannelBatchReceiver
+from tailrace.transport.batches.stores import FileSource
 
 
 async def main(address: str, folder: str, batches: int) -> None:
-    receiver = shared_memory_receiver(address, Path(folder))
+    receiver = ChannelBatchReceiver(address, FileSource(Path(folder), recycled=True))
     for _ in range(batches):
         batch = await receiver.receive()
         print(batch.summary.step, int(batch.token_ids.sum()), flush=True)

@@ -47,7 +47,7 @@ def read_everywhere(folder: Path, content: bytes) -> list[Batch | CorruptData]:
     read: list[Batch | CorruptData] = []
     for source, body in (
         (FileSource(folder, recycled=True), None),
-        (FileSource(folder, recycled=False, require_checksums=True), None),
+        (FileSource(folder), None),
         (ValueSource(), memoryview(content)),
     ):
         try:
@@ -326,7 +326,7 @@ def test_a_summary_of_other_numbers_is_refused_or_of_a_greater_batch(
 @pytest.mark.parametrize("segment", ["../batch-1", "/etc/passwd", "batch-1/../../x", "batch-1/rank-0", "other", ""])
 def test_a_reference_never_leads_out_of_its_folder(tmp_path: Path, segment: str) -> None:
     with pytest.raises(CorruptData, match="outside its folder"):
-        FileSource(tmp_path, recycled=False).open(BatchRef(1, segment, 1, 0), None)
+        FileSource(tmp_path).open(BatchRef(1, segment, 1, 0), None)
 
 
 def test_bytes_where_none_belong_and_none_where_they_do_are_corrupt_data(tmp_path: Path) -> None:

@@ -12,16 +12,18 @@ import pytest
 
 from tailrace.errors import PeerGone, TransportError
 from tailrace.records import PlannedBatch
-from tailrace.transport.batches.channels import (
-    file_receiver,
-    file_sender,
-    shared_memory_receiver,
-    shared_memory_sender,
-    value_receiver,
-    value_sender,
-)
+from tailrace.transport.batches.channels import ChannelBatchReceiver, ChannelBatchSender
 from tailrace.transport.batches.queue import BatchReceiver, BatchSender, MemoryBatchQueue
-from tailrace.transport.channels import ipc_address
+from tailrace.transport.batches.stores import (
+    BatchSource,
+    BatchStore,
+    FileSource,
+    FileStore,
+    SharedMemoryStore,
+    ValueSource,
+    ValueStore,
+)
+from tailrace.transport.channels import Channel, OpenChannel, ipc_address
 from tailrace.transport.redis.channels import RedisPlace
 from tests.support.redis_servers import needs_redis, place_of
 from tests.transport.transport_builders import assert_same_batch, make_batch, plan
@@ -59,28 +61,30 @@ def open_queue(
     kind: str, num_ranks: int, address: str, folder: Path, redis: RedisPlace | None, *, ranks_per_row: int = 1
 ) -> Queue:
     """Two batches at most."""
-    whole = {"num_ranks": num_ranks, "ranks_per_row": ranks_per_row}
-    ranks = [{"rank": rank, **whole} for rank in range(num_ranks)]
     if kind == "memory":
         queue = MemoryBatchQueue(2, num_ranks=num_ranks)
         return Queue(queue, [queue.receiver(rank) for rank in range(num_ranks)])
-    if kind == "shared memory":
-        sender = shared_memory_sender(address, folder, **whole, checksum_bodies=True)
-        return Queue(sender, [shared_memory_receiver(address, folder, **rank) for rank in ranks])
-    if kind == "files":
-        return Queue(
-            file_sender(address, folder, **whole),
-            [file_receiver(address, folder, **rank) for rank in ranks],
-        )
-    if redis is None:
-        return Queue(value_sender(address, **whole), [value_receiver(address, **rank) for rank in ranks])
-    address = redis.address("batches")
-    if kind == "redis":
-        by_value = value_sender(address, **whole, open_channel=redis.open_keeping_channel)
-        return Queue(by_value, [value_receiver(address, **rank, open_channel=redis.open_channel) for rank in ranks])
-    by_reference = file_sender(address, folder, **whole, open_channel=redis.open_channel)
-    receivers = [file_receiver(address, folder, **rank, open_channel=redis.open_channel) for rank in ranks]
-    return Queue(by_reference, receivers)
+    match kind:
+        case "shared memory":
+            store: BatchStore = SharedMemoryStore(folder, checksum_bodies=True)
+            sources: list[BatchSource] = [FileSource(folder, recycled=True) for _ in range(num_ranks)]
+        case "by value" | "redis":
+            store, sources = ValueStore(), [ValueSource() for _ in range(num_ranks)]
+        case _:
+            store, sources = FileStore(folder), [FileSource(folder) for _ in range(num_ranks)]
+    opened: OpenChannel = Channel
+    keeping: OpenChannel = Channel
+    if redis is not None:
+        address, opened = redis.address("batches"), redis.open_channel
+        keeping = redis.open_keeping_channel if kind == "redis" else opened
+    ranks = {"num_ranks": num_ranks, "ranks_per_row": ranks_per_row}
+    return Queue(
+        ChannelBatchSender(address, store, **ranks, open_channel=keeping),
+        [
+            ChannelBatchReceiver(address, source, rank=rank, **ranks, open_channel=opened)
+            for rank, source in enumerate(sources)
+        ],
+    )
 
 
 KINDS = (

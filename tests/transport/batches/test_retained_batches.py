@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -13,18 +13,18 @@ import pytest
 
 from tailrace.errors import PeerGone, TransportError
 from tailrace.records import PlannedBatch
-from tailrace.transport.batches.channels import (
-    ChannelBatchReceiver,
-    ChannelBatchSender,
-    file_receiver,
-    file_sender,
-    shared_memory_receiver,
-    shared_memory_sender,
-    value_receiver,
-    value_sender,
+from tailrace.transport.batches.channels import ChannelBatchReceiver, ChannelBatchSender
+from tailrace.transport.batches.stores import (
+    BatchSource,
+    BatchStore,
+    FileSource,
+    FileStore,
+    Piece,
+    SharedMemoryStore,
+    ValueSource,
+    ValueStore,
 )
-from tailrace.transport.batches.stores import Piece, ValueStore
-from tailrace.transport.channels import ipc_address
+from tailrace.transport.channels import Channel, OpenChannel, ipc_address
 from tailrace.transport.redis.channels import RedisPlace
 from tests.support.redis_servers import needs_redis, place_of
 from tests.transport.transport_builders import assert_same_batch, plan
@@ -48,21 +48,17 @@ class Ends:
         self.meet()
 
     def _sender(self, retained_bytes: int | None) -> ChannelBatchSender:
-        address = self._address
         match self._kind:
             case "shared memory":
-                return shared_memory_sender(
-                    address, self._folder, num_ranks=2, capacity=3, retained_bytes=retained_bytes
-                )
+                store: BatchStore = SharedMemoryStore(self._folder)
             case "files":
-                return file_sender(address, self._folder, num_ranks=2, capacity=3, retained_bytes=retained_bytes)
-            case _ if self._redis is not None:
-                opened = self._redis.open_keeping_channel
-                return value_sender(
-                    address, num_ranks=2, capacity=3, retained_bytes=retained_bytes, open_channel=opened
-                )
+                store = FileStore(self._folder)
             case _:
-                return value_sender(address, num_ranks=2, capacity=3, retained_bytes=retained_bytes)
+                store = ValueStore()
+        opened: OpenChannel = Channel if self._redis is None else self._redis.open_keeping_channel
+        return ChannelBatchSender(
+            self._address, store, num_ranks=2, capacity=3, retained_bytes=retained_bytes, open_channel=opened
+        )
 
     @property
     def _address(self) -> str:
@@ -71,17 +67,20 @@ class Ends:
 
     def meet(self) -> None:
         """Two ranks come."""
-        receivers: dict[str, Callable[[int], ChannelBatchReceiver]] = {
-            "shared memory": lambda rank: shared_memory_receiver(self._address, self._folder, rank=rank, num_ranks=2),
-            "files": lambda rank: file_receiver(self._address, self._folder, rank=rank, num_ranks=2),
-            "by value": lambda rank: value_receiver(self._address, rank=rank, num_ranks=2),
-            "redis": self._redis_receiver,
-        }
-        self.ranks = [receivers[self._kind](rank) for rank in range(2)]
+        opened: OpenChannel = Channel if self._redis is None else self._redis.open_channel
+        self.ranks = [
+            ChannelBatchReceiver(self._address, self._source(), rank=rank, num_ranks=2, open_channel=opened)
+            for rank in range(2)
+        ]
 
-    def _redis_receiver(self, rank: int) -> ChannelBatchReceiver:
-        assert self._redis is not None
-        return value_receiver(self._address, rank=rank, num_ranks=2, open_channel=self._redis.open_channel)
+    def _source(self) -> BatchSource:
+        match self._kind:
+            case "shared memory":
+                return FileSource(self._folder, recycled=True)
+            case "files":
+                return FileSource(self._folder)
+            case _:
+                return ValueSource()
 
     async def replace(self) -> None:
         """The ranks end, and others come."""
@@ -223,7 +222,7 @@ class WeighingStore(ValueStore):
 async def test_what_is_retained_is_weighed_once_and_not_at_every_step(sockets: Path) -> None:
     address = ipc_address(sockets, "weighed")
     sender = ChannelBatchSender(address, WeighingStore(), retained_bytes=PLENTY)
-    receiver = value_receiver(address)
+    receiver = ChannelBatchReceiver(address, ValueSource())
     for step in range(1, 31):
         await sender.send(plan([30], step=step, row_tokens=40))
         await receiver.receive()

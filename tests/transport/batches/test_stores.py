@@ -16,17 +16,15 @@ import safetensors.numpy
 
 from tailrace.errors import CorruptData, PeerGone, TransportError
 from tailrace.free_ports import free_port
-from tailrace.transport.batches.channels import (
-    ChannelBatchReceiver,
-    ChannelBatchSender,
-    file_receiver,
-    file_sender,
-    shared_memory_receiver,
-    shared_memory_sender,
-    value_receiver,
-    value_sender,
+from tailrace.transport.batches.channels import ChannelBatchReceiver, ChannelBatchSender
+from tailrace.transport.batches.stores import (
+    BatchStore,
+    FileSource,
+    FileStore,
+    SharedMemoryStore,
+    ValueSource,
+    ValueStore,
 )
-from tailrace.transport.batches.stores import BatchStore, SharedMemoryStore, ValueStore
 from tailrace.transport.channels import ipc_address
 from tailrace.transport.segments import ALIGNMENT_BYTES
 from tests.transport.transport_builders import COLUMNS, assert_same_batch, make_batch, plan
@@ -44,7 +42,10 @@ async def ends(sender: ChannelBatchSender, *receivers: ChannelBatchReceiver) -> 
 
 async def test_a_batch_lies_in_files_that_safetensors_reads(sockets: Path, tmp_path: Path) -> None:
     address = ipc_address(sockets, "batches")
-    sender, receiver = shared_memory_sender(address, tmp_path), shared_memory_receiver(address, tmp_path)
+    sender, receiver = (
+        ChannelBatchSender(address, SharedMemoryStore(tmp_path)),
+        ChannelBatchReceiver(address, FileSource(tmp_path, recycled=True)),
+    )
     async with ends(sender, receiver):
         batch = make_batch(1)
         await sender.send(batch)
@@ -60,9 +61,15 @@ async def test_received_columns_are_aligned_views_that_cannot_be_written(
 ) -> None:
     address = ipc_address(sockets, "batches")
     sender, receiver = {
-        "shared memory": lambda: (shared_memory_sender(address, tmp_path), shared_memory_receiver(address, tmp_path)),
-        "files": lambda: (file_sender(address, tmp_path), file_receiver(address, tmp_path)),
-        "by value": lambda: (value_sender(address), value_receiver(address)),
+        "shared memory": lambda: (
+            ChannelBatchSender(address, SharedMemoryStore(tmp_path)),
+            ChannelBatchReceiver(address, FileSource(tmp_path, recycled=True)),
+        ),
+        "files": lambda: (
+            ChannelBatchSender(address, FileStore(tmp_path)),
+            ChannelBatchReceiver(address, FileSource(tmp_path)),
+        ),
+        "by value": lambda: (ChannelBatchSender(address, ValueStore()), ChannelBatchReceiver(address, ValueSource())),
     }[kind]()
     async with ends(sender, receiver):
         for step, tokens in ((1, 5), (2, 5000)):
@@ -78,7 +85,10 @@ async def test_received_columns_are_aligned_views_that_cannot_be_written(
 
 async def test_shared_memory_is_recycled(sockets: Path, tmp_path: Path) -> None:
     address = ipc_address(sockets, "batches")
-    sender, receiver = shared_memory_sender(address, tmp_path), shared_memory_receiver(address, tmp_path)
+    sender, receiver = (
+        ChannelBatchSender(address, SharedMemoryStore(tmp_path)),
+        ChannelBatchReceiver(address, FileSource(tmp_path, recycled=True)),
+    )
     async with ends(sender, receiver):
         for step in range(1, 20):
             await sender.send(make_batch(step))
@@ -102,8 +112,8 @@ def test_what_a_part_takes_is_counted_with_what_a_larger_one_left(
 
 async def test_a_rank_opens_no_other_ranks_rows(sockets: Path, tmp_path: Path) -> None:
     address = ipc_address(sockets, "batches")
-    sender = file_sender(address, tmp_path, num_ranks=2)
-    receivers = [file_receiver(address, tmp_path, rank=rank, num_ranks=2) for rank in range(2)]
+    sender = ChannelBatchSender(address, FileStore(tmp_path), num_ranks=2)
+    receivers = [ChannelBatchReceiver(address, FileSource(tmp_path), rank=rank, num_ranks=2) for rank in range(2)]
     async with ends(sender, *receivers):
         sent = make_batch(1, num_samples=6, num_ranks=2)
         await sender.send(sent)
@@ -116,7 +126,10 @@ async def test_a_rank_opens_no_other_ranks_rows(sockets: Path, tmp_path: Path) -
 
 async def test_a_receiver_of_another_number_of_ranks_is_refused(sockets: Path, tmp_path: Path) -> None:
     address = ipc_address(sockets, "batches")
-    sender, receiver = value_sender(address), value_receiver(address, rank=0, num_ranks=2)
+    sender, receiver = (
+        ChannelBatchSender(address, ValueStore()),
+        ChannelBatchReceiver(address, ValueSource(), rank=0, num_ranks=2),
+    )
     async with ends(sender, receiver):
         await sender.send(make_batch(1))
         with pytest.raises(CorruptData, match="rank 0 of 2 was sent the rows of rank 0 of 1"):
@@ -125,7 +138,7 @@ async def test_a_receiver_of_another_number_of_ranks_is_refused(sockets: Path, t
 
 async def test_batches_reach_another_process_whose_end_is_noticed(sockets: Path, tmp_path: Path) -> None:
     address = ipc_address(sockets, "batches")
-    sender = shared_memory_sender(address, tmp_path, capacity=1)
+    sender = ChannelBatchSender(address, SharedMemoryStore(tmp_path), capacity=1)
     script = str(Path(__file__).with_name("batch_process.py"))
     trainer = await asyncio.create_subprocess_exec(
         sys.executable, script, f"{address}", str(tmp_path), "2", stdout=asyncio.subprocess.PIPE
@@ -143,7 +156,7 @@ async def test_batches_reach_another_process_whose_end_is_noticed(sockets: Path,
 
 async def test_batches_go_by_tcp_as_well(tmp_path: Path) -> None:
     address = f"tcp://127.0.0.1:{free_port()}"
-    sender, receiver = value_sender(address), value_receiver(address)
+    sender, receiver = ChannelBatchSender(address, ValueStore()), ChannelBatchReceiver(address, ValueSource())
     async with ends(sender, receiver):
         await sender.send(make_batch(1, tokens_per_sample=100_000))
         assert_same_batch(await receiver.receive(), make_batch(1, tokens_per_sample=100_000))
@@ -156,8 +169,10 @@ async def test_a_full_folder_is_one_clear_message_and_costs_one_batch(
         raise OSError(28, "No space left on device")
 
     address = ipc_address(sockets, "batches")
-    for make_sender, make_receiver in ((shared_memory_sender, shared_memory_receiver), (file_sender, file_receiver)):
-        sender, receiver = make_sender(address, tmp_path), make_receiver(address, tmp_path)
+    ways: list[tuple[Callable[[Path], BatchStore], bool]] = [(SharedMemoryStore, True), (FileStore, False)]
+    for make_store, recycled in ways:
+        sender = ChannelBatchSender(address, make_store(tmp_path))
+        receiver = ChannelBatchReceiver(address, FileSource(tmp_path, recycled=recycled))
         async with ends(sender, receiver):
             with monkeypatch.context() as patch:
                 patch.setattr(os, "posix_fallocate", no_room)
@@ -181,8 +196,11 @@ async def test_what_shared_memory_has_no_room_for_goes_to_files_and_is_told_once
 
     monkeypatch.setattr(os, "posix_fallocate", nearly_full)
     address, spill = ipc_address(sockets, "batches"), tmp_path / "spill"
-    sender = shared_memory_sender(address, small, spill=spill, num_ranks=2)
-    receivers = [shared_memory_receiver(address, small, spill=spill, rank=rank, num_ranks=2) for rank in range(2)]
+    sender = ChannelBatchSender(address, SharedMemoryStore(small, spill=spill), num_ranks=2)
+    receivers = [
+        ChannelBatchReceiver(address, FileSource(small, recycled=True, spill=spill), rank=rank, num_ranks=2)
+        for rank in range(2)
+    ]
     with caplog.at_level(logging.WARNING):
         async with ends(sender, *receivers):
             for step, tokens in enumerate((10, 100_000, 100_000, 10, 120_000), 1):
@@ -203,7 +221,7 @@ async def test_what_a_killed_sender_spilled_is_removed_by_the_next_one(sockets: 
         folder.mkdir()
     for name in ("spilled-batch-7-1.safetensors", "batch-00000001"):
         (spill / name).touch()
-    sender = shared_memory_sender(ipc_address(sockets, "batches"), memory, spill=spill)
+    sender = ChannelBatchSender(ipc_address(sockets, "batches"), SharedMemoryStore(memory, spill=spill))
     assert [path.name for path in spill.iterdir()] == ["batch-00000001"]  # what files accepted is not its own
     await sender.close()
 
@@ -213,8 +231,10 @@ async def test_what_files_accepted_outlives_its_sender_and_its_receiver(sockets:
     sent = {step: plan([30, 20, 10], step=step, num_ranks=2, row_tokens=40) for step in (1, 2, 3, 4)}
 
     def make_ends() -> tuple[ChannelBatchSender, list[ChannelBatchReceiver]]:
-        sender = file_sender(address, tmp_path, num_ranks=2, capacity=3, keep=True)
-        return sender, [file_receiver(address, tmp_path, rank=rank, num_ranks=2) for rank in range(2)]
+        sender = ChannelBatchSender(address, FileStore(tmp_path, keep=True), num_ranks=2, capacity=3)
+        return sender, [
+            ChannelBatchReceiver(address, FileSource(tmp_path), rank=rank, num_ranks=2) for rank in range(2)
+        ]
 
     sender, receivers = make_ends()
     for step in (1, 2, 3):
@@ -245,7 +265,10 @@ async def test_what_files_no_longer_need_is_removed_without_keep(sockets: Path, 
     (tmp_path / "batch-00000007").mkdir()
     (tmp_path / "notes.txt").write_text("mine")
     address = ipc_address(sockets, "batches")
-    sender, receiver = file_sender(address, tmp_path), file_receiver(address, tmp_path)
+    sender, receiver = (
+        ChannelBatchSender(address, FileStore(tmp_path)),
+        ChannelBatchReceiver(address, FileSource(tmp_path)),
+    )
     async with ends(sender, receiver):
         await sender.send(make_batch(1))
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
@@ -256,7 +279,10 @@ async def test_a_flipped_bit_in_a_file_is_noticed_before_it_is_trained_on(
     sockets: Path, tmp_path: Path, position: int
 ) -> None:
     address = ipc_address(sockets, "batches")
-    sender, receiver = file_sender(address, tmp_path), file_receiver(address, tmp_path)
+    sender, receiver = (
+        ChannelBatchSender(address, FileStore(tmp_path)),
+        ChannelBatchReceiver(address, FileSource(tmp_path)),
+    )
     async with ends(sender, receiver):
         await sender.send(plan([65536 // 8 * 13] * 10))  # ends close to the end of its file
         (path,) = tmp_path.glob("*/rank-0.safetensors")

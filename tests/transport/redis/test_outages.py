@@ -11,7 +11,8 @@ import pytest
 
 from tailrace.errors import TransportError
 from tailrace.records import PlannedBatch, RunStatus, StepTrained, TrainerEnded
-from tailrace.transport.batches.channels import ChannelBatchReceiver, ChannelBatchSender, value_receiver, value_sender
+from tailrace.transport.batches.channels import ChannelBatchReceiver, ChannelBatchSender
+from tailrace.transport.batches.stores import ValueSource, ValueStore
 from tailrace.transport.events.log import MemoryEventLog
 from tailrace.transport.events.rpc import ConversingEventLogServer, EventLogClient
 from tailrace.transport.redis.server import RedisServer
@@ -32,11 +33,11 @@ class Queue:
     def __init__(self, server: RedisServer, outage_s: float = 60.0, url: str = "") -> None:
         redis = place_of(server, outage_s=outage_s, url=url)
         address = redis.address("batches")
-        self.sender: ChannelBatchSender = value_sender(
-            address, num_ranks=RANKS, retained_bytes=10**9, open_channel=redis.open_keeping_channel
+        self.sender: ChannelBatchSender = ChannelBatchSender(
+            address, ValueStore(), num_ranks=RANKS, retained_bytes=10**9, open_channel=redis.open_keeping_channel
         )
         self.ranks: list[ChannelBatchReceiver] = [
-            value_receiver(address, rank=rank, num_ranks=RANKS, open_channel=redis.open_channel)
+            ChannelBatchReceiver(address, ValueSource(), rank=rank, num_ranks=RANKS, open_channel=redis.open_channel)
             for rank in range(RANKS)
         ]
         self.has_trained = asyncio.Event()

@@ -21,7 +21,6 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 import msgspec
 from typing_extensions import override
@@ -30,17 +29,7 @@ from tailrace.errors import CorruptData, PeerGone, TransportError
 from tailrace.records import Batch, PlannedBatch
 from tailrace.tracing.phases import phase
 from tailrace.transport.batches.queue import BatchReceiver, BatchSender, not_received, require_capacity, require_ranks
-from tailrace.transport.batches.stores import (
-    BatchRef,
-    BatchSource,
-    BatchStore,
-    FileSource,
-    FileStore,
-    Piece,
-    SharedMemoryStore,
-    ValueSource,
-    ValueStore,
-)
+from tailrace.transport.batches.stores import BatchRef, BatchSource, BatchStore, Piece
 from tailrace.transport.channels import Channel, Conversation, OpenChannel, decode, encode, wait_until
 from tailrace.transport.payloads.accounts import PayloadAccounts
 
@@ -74,11 +63,10 @@ class ChannelBatchSender(BatchSender):
         num_ranks: int = 1,
         ranks_per_row: int = 1,
         capacity: int = 2,
-        adopted: Sequence[Sequence[BatchRef]] = (),
         retained_bytes: int | None = None,
         open_channel: OpenChannel = Channel,
     ) -> None:
-        """`adopted` are batches that lie in the store already: they are offered first, and count as sent.
+        """What lies in the store already is offered first, and counts as sent.
 
         So many neighbours among the ranks open the same rows: what is planned for one data-parallel rank. Batches are
         retained where `retained_bytes` says how many bytes of them; None: they are released once acknowledged.
@@ -87,8 +75,8 @@ class ChannelBatchSender(BatchSender):
         self._store, self._num_ranks, self._capacity = store, num_ranks, capacity
         self._open_channel = open_channel
         self._ranks_per_row = ranks_per_row
-        self._unsent = deque(_Written(refs[0].sequence, refs[0].step, [*map(Piece, refs)]) for refs in adopted)
-        self._sequence = max((ref.sequence for refs in adopted for ref in refs), default=0)
+        self._unsent = deque(_Written(refs[0].sequence, refs[0].step, [*map(Piece, refs)]) for refs in store.adopted)
+        self._sequence = max((ref.sequence for refs in store.adopted for ref in refs), default=0)
         self._sent: dict[int, set[int]] = {}  # ranks that have not given it back, by sequence number
         self.payloads: PayloadAccounts | None = None  # of what batches refer to, kept while those are retained
         self._retained_bytes = retained_bytes
@@ -390,122 +378,3 @@ def rank_address(address: str, rank: int) -> str:
         host, _, port = address.rpartition(":")
         return f"{host}:{int(port) + rank}"
     return f"{address}-{rank}"
-
-
-def shared_memory_sender(
-    address: str,
-    folder: Path,
-    *,
-    spill: Path | None = None,
-    num_ranks: int = 1,
-    ranks_per_row: int = 1,
-    capacity: int = 2,
-    retained_bytes: int | None = None,
-    checksum_bodies: bool = False,
-) -> ChannelBatchSender:
-    """Through recycled files in a folder of shared memory, for processes of one host.
-
-    What does not fit in there goes to files in `spill`, and is refused without.
-    """
-    store = SharedMemoryStore(folder, spill=spill, checksum_bodies=checksum_bodies)
-    return ChannelBatchSender(
-        address,
-        store,
-        num_ranks=num_ranks,
-        ranks_per_row=ranks_per_row,
-        capacity=capacity,
-        retained_bytes=retained_bytes,
-    )
-
-
-def shared_memory_receiver(
-    address: str,
-    folder: Path,
-    *,
-    spill: Path | None = None,
-    rank: int = 0,
-    num_ranks: int = 1,
-    ranks_per_row: int = 1,
-) -> ChannelBatchReceiver:
-    """The other end of `shared_memory_sender`, with the same folders."""
-    source = FileSource(folder, recycled=True, spill=spill)
-    return ChannelBatchReceiver(address, source, rank=rank, num_ranks=num_ranks, ranks_per_row=ranks_per_row)
-
-
-def file_sender(
-    address: str,
-    folder: Path,
-    *,
-    num_ranks: int = 1,
-    ranks_per_row: int = 1,
-    capacity: int = 2,
-    retained_bytes: int | None = None,
-    keep: bool = False,
-    open_channel: OpenChannel = Channel,
-) -> ChannelBatchSender:
-    """Through durable, checksummed files in a folder that both ends see, on one host or on several.
-
-    With `keep` what an earlier sender left there unacknowledged comes first; without, it is removed.
-    """
-    store = FileStore(folder, keep=keep)
-    return ChannelBatchSender(
-        address,
-        store,
-        num_ranks=num_ranks,
-        ranks_per_row=ranks_per_row,
-        capacity=capacity,
-        adopted=store.adopted,
-        retained_bytes=retained_bytes,
-        open_channel=open_channel,
-    )
-
-
-def file_receiver(
-    address: str,
-    folder: Path,
-    *,
-    rank: int = 0,
-    num_ranks: int = 1,
-    ranks_per_row: int = 1,
-    open_channel: OpenChannel = Channel,
-) -> ChannelBatchReceiver:
-    """The other end of `file_sender`."""
-    source = FileSource(folder, recycled=False, require_checksums=True)
-    return ChannelBatchReceiver(
-        address, source, rank=rank, num_ranks=num_ranks, ranks_per_row=ranks_per_row, open_channel=open_channel
-    )
-
-
-def value_sender(
-    address: str,
-    *,
-    num_ranks: int = 1,
-    ranks_per_row: int = 1,
-    capacity: int = 2,
-    retained_bytes: int | None = None,
-    open_channel: OpenChannel = Channel,
-) -> ChannelBatchSender:
-    """By value, through the socket itself, or what takes its place, for hosts that share no folder."""
-    return ChannelBatchSender(
-        address,
-        ValueStore(),
-        num_ranks=num_ranks,
-        ranks_per_row=ranks_per_row,
-        capacity=capacity,
-        retained_bytes=retained_bytes,
-        open_channel=open_channel,
-    )
-
-
-def value_receiver(
-    address: str,
-    *,
-    rank: int = 0,
-    num_ranks: int = 1,
-    ranks_per_row: int = 1,
-    open_channel: OpenChannel = Channel,
-) -> ChannelBatchReceiver:
-    """The other end of `value_sender`."""
-    return ChannelBatchReceiver(
-        address, ValueSource(), rank=rank, num_ranks=num_ranks, ranks_per_row=ranks_per_row, open_channel=open_channel
-    )

@@ -68,6 +68,9 @@ class Piece:
 class BatchStore(Protocol):
     """The sender's side. Called from one thread at a time; `write` not from an event loop's."""
 
+    adopted: Sequence[Sequence[BatchRef]] = ()
+    """Every rank's part of each batch that an earlier sender left there, oldest first."""
+
     def write(self, batch: PlannedBatch, sequence: int) -> Sequence[Piece]:
         """Write every rank's part; O(bytes). Raises `TransportError`; then, too, the batch is to be released."""
         ...
@@ -250,12 +253,11 @@ class FileStore(BatchStore):
 class FileSource(BatchSource):
     """One rank's parts, mapped from files below a folder."""
 
-    def __init__(
-        self, folder: Path, *, recycled: bool, spill: Path | None = None, require_checksums: bool = False
-    ) -> None:
-        """`recycled`: the same files hold one batch after the other, and stay mapped; `spill` is the sender's."""
+    def __init__(self, folder: Path, *, recycled: bool = False, spill: Path | None = None) -> None:
+        """`recycled`: of a `SharedMemoryStore` with the same folders, whose files hold one batch after the other, and
+        stay mapped. Else of a `FileStore`, and checksums must be there."""
         self._folder, self._spill = folder, spill or folder
-        self._recycled, self._require_checksums = recycled, require_checksums
+        self._recycled = recycled
         self._mappings: dict[str, mmap.mmap] = {}
 
     @override
@@ -263,7 +265,8 @@ class FileSource(BatchSource):
         if body is not None or not _PLACE.fullmatch(ref.segment):
             raise CorruptData(f"a batch reference names a file outside its folder: {ref.segment!r}")
         path = (self._spill if ref.segment.startswith(_SPILLED) else self._folder) / ref.segment
-        return _read_part(path, self._map(path) if self._recycled else map_segment(path), ref, self._require_checksums)
+        content = self._map(path) if self._recycled else map_segment(path)
+        return _read_part(path, content, ref, required=not self._recycled)
 
     @override
     def close(self) -> None:
