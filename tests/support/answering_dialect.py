@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import httpx2
 import numpy as np
 
-from tailrace.gateway.dialects.protocol import Answer, ChatRequest, Dialect, Failure, RequestInvalid
+from tailrace.gateway.dialects.protocol import Answer, ChatDialect, ChatRequest, Failure, RequestInvalid
 from tailrace.records import Completion, FinishReason, Json, Message, Reply, ToolCall
 
 PROMPT_TOKENS = 11
@@ -48,7 +48,7 @@ def reply(
 class Answering:
     """Answers every request with the next of `replies`, the last one again and again."""
 
-    dialect: Dialect
+    dialect: ChatDialect
     replies: Sequence[Reply | Failure]
     pieces: Callable[[str], Sequence[str]] = lambda text: [text] if text else []
     """How a streamed text comes; what its pieces leave out comes with the end."""

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Protocol
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -26,14 +26,14 @@ from tailrace.gateway.claims import read_claim
 from tailrace.gateway.dialects.chat_completions import ChatCompletions
 from tailrace.gateway.dialects.protocol import (
     Answer,
-    ChatRequest,
     CountsTokens,
     Dialect,
     Failure,
     RequestInvalid,
+    RequestT,
     Stream,
 )
-from tailrace.gateway.dialects.token_generation import TokenGeneration, TokenRequest
+from tailrace.gateway.dialects.token_generation import TokenGeneration
 from tailrace.gateway.http import (
     Headers,
     begin_events,
@@ -57,8 +57,6 @@ from tailrace.gateway.tally import Tally
 from tailrace.gateway.turns import Ask, Turn
 from tailrace.records import Json
 from tailrace.tracing.phases import phase
-
-RequestT = TypeVar("RequestT", ChatRequest, TokenRequest)
 
 _PLAIN = ChatCompletions()
 """Says errors of routes that belong to no dialect."""
@@ -112,7 +110,14 @@ class _Exchange(ABC):
 
 
 class _Turns(_Exchange, Generic[RequestT]):
-    """Turns of a policy."""
+    """Turns of a policy, in one dialect."""
+
+    def __init__(
+        self, shared: GatewayContext, dialect: Dialect[RequestT], ask: Callable[[Session, RequestT], Ask]
+    ) -> None:
+        """`ask` says how what is asked is sampled."""
+        super().__init__(shared, dialect.name, dialect)
+        self._dialect, self._ask = dialect, ask
 
     @override
     async def _handle(self, scope: Scope, receive: Receive, send: Send) -> int:
@@ -120,7 +125,7 @@ class _Turns(_Exchange, Generic[RequestT]):
         session = self._shared.session(scope, headers)
         body, digest = await self._shared.body(scope, receive, headers)
         asks = repeatable(headers, digest)
-        turn, request = session.turns.retried(asks), self._read(body)
+        turn, request = session.turns.retried(asks), self._dialect.read(body)
         if turn is None:
             turn = session.turns.begin(session, self._ask(session, request), asks)
             self._shared.tally.began(turn)
@@ -129,29 +134,14 @@ class _Turns(_Exchange, Generic[RequestT]):
         with _waiting(turn, receive) as client:
             return await self._answer(client, request, send)
 
-    @abstractmethod
-    def _read(self, body: Mapping[str, Json]) -> RequestT:
-        """What is asked. Raises `RequestInvalid`."""
-
-    @abstractmethod
-    def _ask(self, session: Session, request: RequestT) -> Ask:
-        """How it is sampled."""
-
-    @abstractmethod
-    def _whole(self, request: RequestT, answer: Answer) -> dict[str, Json]:
-        """The body of an answer that is not streamed."""
-
-    @abstractmethod
-    def _events(self, request: RequestT, turn: Turn) -> Stream:
-        """The events of one that is."""
-
     async def _answer(self, client: _Client, request: RequestT, send: Send) -> int:
         if request.streams:
-            return await self._stream(client, self._events(request, client.turn), send)
+            turn = client.turn
+            return await self._stream(client, self._dialect.events(request, turn.answer_id, turn.created_s), send)
         answer = await client.answer()
         if answer is None:
             return 0
-        await send_json(send, self._whole(request, answer))
+        await send_json(send, self._dialect.whole(request, answer))
         client.was_sent_all()
         return 200
 
@@ -169,54 +159,6 @@ class _Turns(_Exchange, Generic[RequestT]):
         await send_events(send, b"", more=False)
         client.was_sent_all()
         return 200
-
-
-class _ChatTurns(_Turns[ChatRequest]):
-    """Conversations, in one dialect."""
-
-    def __init__(self, shared: GatewayContext, dialect: Dialect) -> None:
-        super().__init__(shared, dialect.name, dialect)
-        self._dialect = dialect
-
-    @override
-    def _read(self, body: Mapping[str, Json]) -> ChatRequest:
-        return self._dialect.read(body)
-
-    @override
-    def _ask(self, session: Session, request: ChatRequest) -> Ask:
-        return chat(session, request)
-
-    @override
-    def _whole(self, request: ChatRequest, answer: Answer) -> dict[str, Json]:
-        return self._dialect.whole(request, answer)
-
-    @override
-    def _events(self, request: ChatRequest, turn: Turn) -> Stream:
-        return self._dialect.events(request, turn.answer_id, turn.created_s)
-
-
-class _TokenTurns(_Turns[TokenRequest]):
-    """Tokens in, tokens out."""
-
-    def __init__(self, shared: GatewayContext, dialect: TokenGeneration) -> None:
-        super().__init__(shared, dialect.name, dialect)
-        self._dialect = dialect
-
-    @override
-    def _read(self, body: Mapping[str, Json]) -> TokenRequest:
-        return self._dialect.read(body)
-
-    @override
-    def _ask(self, session: Session, request: TokenRequest) -> Ask:
-        return continue_tokens(session, request)
-
-    @override
-    def _whole(self, request: TokenRequest, answer: Answer) -> dict[str, Json]:
-        return self._dialect.whole(request, answer)
-
-    @override
-    def _events(self, request: TokenRequest, turn: Turn) -> Stream:
-        return self._dialect.events(request, turn.answer_id)
 
 
 class _Client:
@@ -415,8 +357,8 @@ def application(shared: GatewayContext) -> ASGIApp:
         text = shared.tally.prometheus(open_rollouts=len(shared.sessions))
         await send_bytes(send, text.encode(), b"text/plain; version=0.0.4; charset=utf-8")
 
-    posts: list[tuple[str, ASGIApp]] = [(path, _ChatTurns(shared, dialect)) for path, dialect in TURNS]
-    posts.append(("/inference/v1/generate", _TokenTurns(shared, TokenGeneration())))
+    posts: list[tuple[str, ASGIApp]] = [(path, _Turns(shared, dialect, chat)) for path, dialect in TURNS]
+    posts.append(("/inference/v1/generate", _Turns(shared, TokenGeneration(), continue_tokens)))
     posts += [(path, _Counts(shared, path.rpartition("/")[2], dialect)) for path, dialect in TOKEN_COUNTS]
     reports: list[tuple[str, ASGIApp]] = [
         ("/reward", _Report(shared, has_reward=True)),

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from tailrace.gateway.dialects.chat_completions import ChatCompletions
 from tailrace.gateway.dialects.messages import Messages
-from tailrace.gateway.dialects.protocol import CountsTokens, Dialect
+from tailrace.gateway.dialects.protocol import ChatDialect, CountsTokens
 from tailrace.gateway.dialects.responses import Responses
 
 _MESSAGES = Messages()
 
-TURNS: tuple[tuple[str, Dialect], ...] = (
+TURNS: tuple[tuple[str, ChatDialect], ...] = (
     ("/v1/chat/completions", ChatCompletions()),
     ("/v1/responses", Responses()),
     ("/v1/messages", _MESSAGES),

@@ -28,7 +28,7 @@ from tailrace.gateway.dialects.fields import (
 from tailrace.gateway.dialects.forced_calls import offered, openai_choice
 from tailrace.gateway.dialects.json_form import read_form
 from tailrace.gateway.dialects.openai_errors import openai_error
-from tailrace.gateway.dialects.protocol import Answer, ChatRequest, Dialect, Events, Failure, RequestInvalid
+from tailrace.gateway.dialects.protocol import Answer, ChatDialect, ChatRequest, Events, Failure, RequestInvalid
 from tailrace.gateway.dialects.server_sent import unsent
 from tailrace.gateway.dialects.tool_calls import arguments_text
 from tailrace.gateway.dialects.usage import usage
@@ -89,7 +89,7 @@ _REASONS = {
 _EMPTY: tuple[Json, ...] = (None, [], "", {})
 
 
-class ChatCompletions(Dialect):
+class ChatCompletions(ChatDialect):
     """Reads and writes chat completions; also what vLLM adds to them for training (`return_token_ids`)."""
 
     name = "chat"

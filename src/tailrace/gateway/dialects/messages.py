@@ -13,11 +13,11 @@ from tailrace.gateway.dialects.anthropic_errors import anthropic_error
 from tailrace.gateway.dialects.messages_events import MessagesEvents
 from tailrace.gateway.dialects.messages_output import message
 from tailrace.gateway.dialects.messages_reading import MessagesRequest, read_request
-from tailrace.gateway.dialects.protocol import Answer, ChatRequest, CountsTokens, Dialect, Events, Failure
+from tailrace.gateway.dialects.protocol import Answer, ChatDialect, ChatRequest, CountsTokens, Events, Failure
 from tailrace.records import Json
 
 
-class Messages(Dialect, CountsTokens):
+class Messages(ChatDialect, CountsTokens):
     """Reads and writes messages. Knows nothing of earlier ones: clients send the whole conversation."""
 
     name = "messages"

@@ -7,7 +7,7 @@ body ─read─► ChatRequest ... Answer ─whole─► body
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, TypeVar
 
 import msgspec
 from typing_extensions import override
@@ -138,22 +138,40 @@ class Events(Stream, Protocol):
         """More of its reasoning; all of it comes before the first text."""
 
 
-class Dialect(Protocol):
+class TurnRequest(Protocol):
+    """One turn that a client asks for: of a conversation, or of tokens."""
+
+    @property
+    def streams(self) -> bool:
+        """Whether it is answered by events."""
+
+
+RequestT = TypeVar("RequestT", bound=TurnRequest)
+
+
+class Dialect(Protocol[RequestT]):
     """One way to ask for a turn."""
 
     name: str
 
-    def read(self, body: Mapping[str, Json]) -> ChatRequest:
+    def read(self, body: Mapping[str, Json]) -> RequestT:
         """A request's body (JSON, decoded). Raises `RequestInvalid`, naming every field that is not supported."""
 
-    def whole(self, request: ChatRequest, answer: Answer) -> dict[str, Json]:
+    def whole(self, request: RequestT, answer: Answer) -> dict[str, Json]:
         """The body of an answer that is not streamed."""
 
-    def events(self, request: ChatRequest, answer_id: str, created_s: int) -> Events:
+    def events(self, request: RequestT, answer_id: str, created_s: int) -> Stream:
         """The events of one that is."""
 
     def error(self, failure: Failure) -> dict[str, Json]:
         """The body of an error response."""
+
+
+class ChatDialect(Dialect[ChatRequest], Protocol):
+    """One way to ask for a conversation's next message."""
+
+    @override
+    def events(self, request: ChatRequest, answer_id: str, created_s: int) -> Events: ...
 
 
 class CountsTokens(Protocol):

@@ -11,14 +11,14 @@ from collections.abc import Mapping
 from typing_extensions import override
 
 from tailrace.gateway.dialects.openai_errors import openai_error
-from tailrace.gateway.dialects.protocol import Answer, ChatRequest, Dialect, Events, Failure
+from tailrace.gateway.dialects.protocol import Answer, ChatDialect, ChatRequest, Events, Failure
 from tailrace.gateway.dialects.responses_events import ResponsesEvents
 from tailrace.gateway.dialects.responses_output import response
 from tailrace.gateway.dialects.responses_reading import ResponsesRequest, read_request
 from tailrace.records import Json
 
 
-class Responses(Dialect):
+class Responses(ChatDialect):
     """Reads and writes responses."""
 
     name = "responses"

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 
 import msgspec
 import numpy as np
+from typing_extensions import override
 
 from tailrace.gateway.dialects.fields import (
     UNMODIFIED,
@@ -23,7 +24,7 @@ from tailrace.gateway.dialects.fields import (
     streams_usage,
     vllm_top_k,
 )
-from tailrace.gateway.dialects.protocol import Answer, Failure, RequestInvalid, Stream
+from tailrace.gateway.dialects.protocol import Answer, Dialect, Failure, RequestInvalid, Stream
 from tailrace.gateway.dialects.token_events import TokenEvents
 from tailrace.gateway.dialects.token_output import ended, tokens
 from tailrace.gateway.dialects.usage import usage
@@ -101,13 +102,13 @@ class TokenRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Whether a last event tells the usage."""
 
 
-class TokenGeneration:
+class TokenGeneration(Dialect[TokenRequest]):
     """Reads and writes vLLM's form."""
 
     name = "generate"
 
+    @override
     def read(self, body: Mapping[str, Json]) -> TokenRequest:
-        """A request's body. Raises `RequestInvalid`, naming every field that is not supported."""
         require_known(body, read=_READ, neutral=_NEUTRAL, without_effect=_WITHOUT_EFFECT, reasons=_REASONS)
         sampling = of_type(body.get("sampling_params") or {}, dict, "sampling_params")
         require_known(
@@ -132,18 +133,19 @@ class TokenGeneration:
             streams_usage=streams_usage(body),
         )
 
+    @override
     def whole(self, request: TokenRequest, answer: Answer) -> dict[str, Json]:
-        """The body of an answer."""
         completion = answer.reply.completion
         choice = {**tokens(completion), **ended(completion), "routed_experts": None}
         return {"request_id": request.request_id or answer.answer_id, "choices": [choice], "usage": usage(answer)}
 
-    def events(self, request: TokenRequest, answer_id: str) -> Stream:
-        """The events of one that is streamed."""
+    @override
+    def events(self, request: TokenRequest, answer_id: str, created_s: int) -> Stream:
         return TokenEvents(request.request_id or answer_id, self.error, tells_usage=request.streams_usage)
 
+    @override
     def error(self, failure: Failure) -> dict[str, Json]:
-        """The body of an error response, as vLLM writes it."""
+        """As vLLM writes it."""
         return {
             "error": {
                 "message": failure.message,
