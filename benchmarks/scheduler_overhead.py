@@ -58,7 +58,7 @@ from tailrace.records import (
     Task,
 )
 from tailrace.rollouts import ChatRenderer, LoadedEnvironment, Rollouter, RolloutSettings
-from tailrace.scheduling import SchedulingSettings, StreamScheduler, TaskSource, TaskStream
+from tailrace.scheduling import SchedulerSetup, SchedulingSettings, StreamScheduler, TaskSource, TaskStream
 
 TARGET_S, TARGET_RUN_S, TARGET_LAG_S, TARGET_SPREAD = 80e-6, 150e-6, 0.010, 1.5
 IN_FLIGHT = (1024, 4096, 16_384, 65_536)
@@ -272,10 +272,12 @@ async def measure(case: Case) -> Row:
             rollouter,
             batches.put,
             Silent(marks),
-            settings=case.settings,
-            max_staleness=case.settings.staleness_bound("stream"),
-            max_running=case.in_flight,
-            group_sizes={case.environment.name: GROUP_SIZE},
+            SchedulerSetup(
+                settings=case.settings,
+                max_staleness=case.settings.staleness_bound("stream"),
+                max_running=case.in_flight,
+                group_sizes={case.environment.name: GROUP_SIZE},
+            ),
         )
 
         async def train() -> None:

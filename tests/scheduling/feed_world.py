@@ -42,7 +42,7 @@ from tailrace.records import (
 from tailrace.reporting.recording import RunRecorder
 from tailrace.reporting.totals import RunTotals
 from tailrace.run.outside_trainer import OutsideTrainer
-from tailrace.scheduling import FeedScheduler, SchedulingSettings, TaskSource, TaskStream
+from tailrace.scheduling import FeedScheduler, SchedulerSetup, SchedulingSettings, TaskSource, TaskStream
 from tailrace.transport.channels import wait_until
 from tailrace.transport.events.log import MemoryEventLog
 from tailrace.transport.samples.memory import MemorySampleReceiver, MemorySampleStream
@@ -146,11 +146,13 @@ class FeedWorld:
             runner,
             self.stream,
             self.ends,
-            settings=chosen,
-            max_staleness=max_staleness,
-            max_running=max_running,
-            group_sizes={"toy": group_size},
-            save_state=self._save,
+            SchedulerSetup(
+                settings=chosen,
+                max_staleness=max_staleness,
+                max_running=max_running,
+                group_sizes={"toy": group_size},
+                save_state=self._save,
+            ),
             retained_bytes=retained_bytes,
         )
         self.trainer = OutsideTrainer(self.stream, Publisher(), self.log)

@@ -16,7 +16,14 @@ from hypothesis import strategies as st
 
 from tailrace.errors import TrainingError
 from tailrace.records import GroupId, PlannedBatch, Rollout, RolloutId, Task, TerminalState
-from tailrace.scheduling import EnvironmentMix, SchedulingSettings, StreamScheduler, TaskSource, TaskStream
+from tailrace.scheduling import (
+    EnvironmentMix,
+    SchedulerSetup,
+    SchedulingSettings,
+    StreamScheduler,
+    TaskSource,
+    TaskStream,
+)
 from tailrace.scheduling.mix import MAX_TASKS_PER_TRAINED, UNTRAINABLE_AFTER, MixState
 from tests.scheduling.world import FAILURES, Recorder, ScriptedRunner, World, environment, make_rollout
 
@@ -197,11 +204,13 @@ def mixed_world(
         runner,
         batches.put,
         recorder,
-        settings=SchedulingSettings.model_validate({"batch_size": batch_size, "row_tokens": 64, **settings}),
-        max_staleness=4,
-        max_running=24,
-        group_sizes={name: (group_sizes or {}).get(name, 4) for name in fates},
-        save_state=save_state,
+        SchedulerSetup(
+            settings=SchedulingSettings.model_validate({"batch_size": batch_size, "row_tokens": 64, **settings}),
+            max_staleness=4,
+            max_running=24,
+            group_sizes={name: (group_sizes or {}).get(name, 4) for name in fates},
+            save_state=save_state,
+        ),
     )
     scheduler.start(step=step, version=step, serving_version=None, state=state)
     world = World(scheduler, runner, recorder, batches, max_staleness=4, version=step, serving=step, states=states)

@@ -29,7 +29,7 @@ from tailrace.records import (
     Task,
     TerminalState,
 )
-from tailrace.scheduling import SchedulingSettings, StreamScheduler, TaskSource, TaskStream
+from tailrace.scheduling import SchedulerSetup, SchedulingSettings, StreamScheduler, TaskSource, TaskStream
 from tailrace.scheduling.groups import UNSCORED
 
 
@@ -274,13 +274,15 @@ def make_world(
         runner,
         batches.put,
         recorder,
-        settings=chosen,
-        max_staleness=max_staleness,
-        max_running=max_running,
-        group_sizes={"toy": group_size},
+        SchedulerSetup(
+            settings=chosen,
+            max_staleness=max_staleness,
+            max_running=max_running,
+            group_sizes={"toy": group_size},
+            whole_groups=whole_groups,
+            save_state=save_state,
+        ),
         max_steps=max_steps,
-        whole_groups=whole_groups,
-        save_state=save_state,
         holder=runner if holds else None,
     )
     serving_version = step if follows_weights else None

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tailrace.records import Outcome, RolloutId, TerminalState
-from tailrace.scheduling import Ledger, StreamScheduler, TaskStream
+from tailrace.scheduling import Ledger, SchedulerSetup, TaskStream
 from tailrace.scheduling.batches import BatchFormer
 from tailrace.simulation.faults import check_seed, draw_scenario, run_scenario
 
@@ -61,10 +61,10 @@ def test_a_budget_that_leaks_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_bound_that_is_off_by_one_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def lax(*given: Any, max_staleness: int, **more: Any) -> StreamScheduler:
-        return StreamScheduler(*given, max_staleness=max_staleness + 1, **more)
+    def lax(*, max_staleness: int, **more: Any) -> SchedulerSetup:
+        return SchedulerSetup(max_staleness=max_staleness + 1, **more)
 
-    monkeypatch.setattr("tailrace.simulation.run.StreamScheduler", lax)
+    monkeypatch.setattr("tailrace.simulation.run.SchedulerSetup", lax)
     assert any("versions old" in what for what in what_breaks(range(60)).values())
 
 

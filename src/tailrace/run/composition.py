@@ -13,7 +13,6 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import zip_longest
-from typing import TypedDict
 
 from tailrace.config import RunSettings
 from tailrace.gateway import Gateway
@@ -57,8 +56,7 @@ from tailrace.run.teacher import make_teacher
 from tailrace.scheduling import (
     Evaluator,
     FeedScheduler,
-    SaveState,
-    SchedulingSettings,
+    SchedulerSetup,
     StreamScheduler,
     TaskSource,
     TaskStream,
@@ -259,39 +257,27 @@ def _scheduler(
 ) -> StreamScheduler | FeedScheduler:
     """Of batches for the run's own trainer, or of samples for one that is not ours."""
     settings, environments = ground.settings, ground.environments
-    common: _OfAnyFeed = {
-        "settings": settings.scheduling,
-        "max_staleness": settings.max_staleness,
-        "max_running": settings.max_running,
-        "group_sizes": {name: loaded.group_size for name, loaded in environments.items()},
-        "whole_groups": [name for name, loaded in environments.items() if loaded.spec.needs_whole_group],
-        "save_state": lambda step, state: asyncio.to_thread(states.write, step, state),
-    }
+    setup = SchedulerSetup(
+        settings=settings.scheduling,
+        max_staleness=settings.max_staleness,
+        max_running=settings.max_running,
+        group_sizes={name: loaded.group_size for name, loaded in environments.items()},
+        whole_groups=[name for name, loaded in environments.items() if loaded.spec.needs_whole_group],
+        save_state=lambda step, state: asyncio.to_thread(states.write, step, state),
+    )
     runner, trainer = rollouter.runner(on_lost=observer.rollout_lost), roles.trainer
     if isinstance(trainer, OutsideTrainer):
         retained_bytes = int(settings.restarts.retained_mb * 1e6)
-        feed = FeedScheduler(tasks, runner, trainer.samples, observer, retained_bytes=retained_bytes, **common)
+        feed = FeedScheduler(tasks, runner, trainer.samples, observer, setup, retained_bytes=retained_bytes)
         trainer.listen(feed)
         observer.add_gauges(feed_gauge(lambda: feed.figures))
         return feed
     return StreamScheduler(
-        *(tasks, runner, trainer.batches.send, observer),
+        *(tasks, runner, trainer.batches.send, observer, setup),
         max_steps=settings.max_steps,
         num_ranks=settings.trainer.row_groups,
         holder=holding,
-        **common,
     )
-
-
-class _OfAnyFeed(TypedDict):
-    """What both kinds of schedulers take."""
-
-    settings: SchedulingSettings
-    max_staleness: int
-    max_running: int
-    group_sizes: dict[str, int]
-    whole_groups: list[str]
-    save_state: SaveState
 
 
 def _observer(ground: RunGround, writer: BackgroundWriter, roles: StartedRoles) -> RunObserver:

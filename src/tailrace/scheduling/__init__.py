@@ -7,7 +7,7 @@ a rollout without a reason in the ledger, and never decides when training is ove
 """
 
 from tailrace.scheduling.admission import Verdict
-from tailrace.scheduling.base import SaveState, Scheduler
+from tailrace.scheduling.base import Scheduler, SchedulerSetup
 from tailrace.scheduling.evaluation import Evaluation, EvaluationResult, Evaluator, evaluate
 from tailrace.scheduling.feed import FeedFigures, FeedScheduler
 from tailrace.scheduling.ledger import Ledger
@@ -27,9 +27,9 @@ __all__ = [
     "FeedFigures",
     "FeedScheduler",
     "Ledger",
-    "SaveState",
     "Scheduler",
     "SchedulerObserver",
+    "SchedulerSetup",
     "SchedulerStatistics",
     "SchedulingSettings",
     "StreamScheduler",

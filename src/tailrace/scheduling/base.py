@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Collection, Mapping
+from dataclasses import dataclass
 from typing import TypeAlias
 
 from tailrace.batching.slices import in_turns
@@ -33,28 +34,33 @@ SaveState: TypeAlias = Callable[[int, bytes], Awaitable[None]]
 """Keeps (step, state): where a run resumed after that step goes on."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerSetup:
+    """What a scheduler is told of its run, whatever it feeds."""
+
+    settings: SchedulingSettings
+    max_staleness: int
+    max_running: int
+    group_sizes: Mapping[str, int]
+    """By environment."""
+    whole_groups: Collection[str] = ()
+    """Environments that need every member of a group."""
+    save_state: SaveState | None = None
+    """Awaited before the batch of its step is sent, or, of a feed, once a step is told of, before others hear of it."""
+
+
 class Scheduler(ABC):
     """Keeps the engines full within the staleness budget. Make it, `start` it where training starts, `run` it."""
 
     def __init__(
-        self,
-        tasks: TaskStream,
-        runner: GroupRunner,
-        observer: SchedulerObserver,
-        *,
-        settings: SchedulingSettings,
-        max_staleness: int,
-        max_running: int,
-        group_sizes: Mapping[str, int],
-        whole_groups: Collection[str] = (),
-        save_state: SaveState | None = None,
+        self, tasks: TaskStream, runner: GroupRunner, observer: SchedulerObserver, setup: SchedulerSetup
     ) -> None:
-        """`whole_groups` are environments that need every member of a group."""
+        settings = setup.settings
         self._tasks, self._observer, self._settings = tasks, observer, settings
-        self._max_running, self._group_sizes, self._lent_slots = max_running, group_sizes, 0
-        self._save_state = save_state
-        self._stale = stale_policy(settings, max_staleness)
-        self._accounts = Accounts(settings.staleness_budget(max_staleness), observer)
+        self._max_running, self._group_sizes, self._lent_slots = setup.max_running, setup.group_sizes, 0
+        self._save_state = setup.save_state
+        self._stale = stale_policy(settings, setup.max_staleness)
+        self._accounts = Accounts(settings.staleness_budget(setup.max_staleness), observer)
         self._outstanding = outstanding = Outstanding()
         self._progress = Progress()
         self._backoff = Backoff()
@@ -69,7 +75,7 @@ class Scheduler(ABC):
             *(runner, tasks, outstanding, self._accounts, settings),
             backoff=self._backoff,
             untrainable=self._untrainable,
-            whole_groups=whole_groups,
+            whole_groups=setup.whole_groups,
         )
         self._ended_steps = EndedSteps(self._accounts)
         self._id_prefix = ""

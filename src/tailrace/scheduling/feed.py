@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -37,12 +37,12 @@ from tailrace.records import (
     sample_of,
 )
 from tailrace.scheduling.admission import AdmissionState
-from tailrace.scheduling.base import SaveState, Scheduler
+from tailrace.scheduling.base import Scheduler, SchedulerSetup
 from tailrace.scheduling.dispatched import DispatchedRollout, DispatchedSample, DispatchedSamples
 from tailrace.scheduling.groups import GroupRunner
 from tailrace.scheduling.observer import SchedulerObserver
 from tailrace.scheduling.outstanding import ReadyGroup
-from tailrace.scheduling.settings import WINDOW_BATCHES, SchedulingSettings
+from tailrace.scheduling.settings import WINDOW_BATCHES
 from tailrace.scheduling.tasks import TaskStream
 from tailrace.tracing.phases import phase
 from tailrace.transport.samples.stream import SampleSender
@@ -80,31 +80,17 @@ class FeedScheduler(Scheduler):
         runner: GroupRunner,
         stream: SampleSender,
         observer: SchedulerObserver,
+        setup: SchedulerSetup,
         *,
-        settings: SchedulingSettings,
-        max_staleness: int,
-        max_running: int,
-        group_sizes: Mapping[str, int],
-        whole_groups: Collection[str] = (),
-        save_state: SaveState | None = None,
         retained_bytes: int = 0,
     ) -> None:
-        """`save_state` is awaited once a step is told of, before anybody else hears of it.
+        """Samples of steps that no durable checkpoint has are kept, so many bytes of their tokens at most.
 
-        Samples of steps that no durable checkpoint has are kept, so many bytes of their tokens at most, for a trainer
-        that comes back from further back.
+        They are for a trainer that comes back from further back.
         """
-        super().__init__(
-            *(tasks, runner, observer),
-            settings=settings,
-            max_staleness=max_staleness,
-            max_running=max_running,
-            group_sizes=group_sizes,
-            whole_groups=whole_groups,
-            save_state=save_state,
-        )
+        super().__init__(tasks, runner, observer, setup)
         self._stream = stream
-        self._dispatched = DispatchedSamples(WINDOW_BATCHES * settings.batch_size)
+        self._dispatched = DispatchedSamples(WINDOW_BATCHES * setup.settings.batch_size)
         self._carrying = asyncio.Lock()
         """So that nothing is offered again before it was released."""
         self._reported: dict[int, FormedBatch] = {}

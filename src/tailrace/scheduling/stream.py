@@ -11,7 +11,7 @@ sums are running sums.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import TypeAlias
 
@@ -21,11 +21,10 @@ from tailrace.batching import FormedBatch
 from tailrace.batching.slices import in_turns
 from tailrace.records import NOTHING_TRAINABLE, PlannedBatch, StepSkipped, StepTrained
 from tailrace.scheduling.admission import AdmissionState, Verdict
-from tailrace.scheduling.base import SaveState, Scheduler
+from tailrace.scheduling.base import Scheduler, SchedulerSetup
 from tailrace.scheduling.batches import BatchFormer
 from tailrace.scheduling.groups import GroupRunner
 from tailrace.scheduling.observer import SchedulerObserver, SchedulerStatistics
-from tailrace.scheduling.settings import SchedulingSettings
 from tailrace.scheduling.stragglers import HoldsGroups, Stragglers
 from tailrace.scheduling.tasks import TaskStream
 from tailrace.tracing.phases import phase
@@ -53,35 +52,21 @@ class StreamScheduler(Scheduler):
         runner: GroupRunner,
         send: SendBatch,
         observer: SchedulerObserver,
+        setup: SchedulerSetup,
         *,
-        settings: SchedulingSettings,
-        max_staleness: int,
-        max_running: int,
-        group_sizes: Mapping[str, int],
-        whole_groups: Collection[str] = (),
         max_steps: int | None = None,
         num_ranks: int = 1,
-        save_state: SaveState | None = None,
         holder: HoldsGroups | None = None,
     ) -> None:
         """`max_steps` is the trainer's last step, `num_ranks` are its ranks, to which rows are dealt.
 
-        `whole_groups` are environments that need every member of a group. `save_state` is awaited before the batch of
-        its step is sent. `holder` sets groups aside, which `on_straggler = resume_next_step` needs.
+        `holder` sets groups aside, which `on_straggler = resume_next_step` needs.
         """
-        super().__init__(
-            *(tasks, runner, observer),
-            settings=settings,
-            max_staleness=max_staleness,
-            max_running=max_running,
-            group_sizes=group_sizes,
-            whole_groups=whole_groups,
-            save_state=save_state,
-        )
+        super().__init__(tasks, runner, observer, setup)
         self._send, self._max_steps = send, max_steps
-        self._stragglers = Stragglers(self._outstanding, holder, settings)
+        self._stragglers = Stragglers(self._outstanding, holder, setup.settings)
         self._former = BatchFormer(
-            *(tasks, self._outstanding, self._judge, self._stale, settings),
+            *(tasks, self._outstanding, self._judge, self._stale, setup.settings),
             untrainable=self._untrainable,
             num_ranks=num_ranks,
         )

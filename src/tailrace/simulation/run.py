@@ -14,7 +14,7 @@ from typing import Any
 from tailrace.environments import EnvironmentSpec
 from tailrace.generation.holding import HoldingGenerate
 from tailrace.rollouts import LoadedEnvironment, Rollouter, RolloutSettings
-from tailrace.scheduling import StreamScheduler, TaskSource, TaskStream, Verdict
+from tailrace.scheduling import SchedulerSetup, StreamScheduler, TaskSource, TaskStream, Verdict
 from tailrace.simulation.environment import ENVIRONMENT, Disturbance, modelled_environment
 from tailrace.simulation.fleet import ModelledFleet
 from tailrace.simulation.lengths import LengthSource
@@ -195,11 +195,13 @@ class Simulation:
             _rollouter(plan, spec, holding),
             self.trainer.send,
             self.observer,
-            settings=plan.scheduling,
-            max_staleness=plan.max_staleness,
-            max_running=plan.max_running,
-            group_sizes={ENVIRONMENT: plan.load.group_size},
-            save_state=self._save_state,
+            SchedulerSetup(
+                settings=plan.scheduling,
+                max_staleness=plan.max_staleness,
+                max_running=plan.max_running,
+                group_sizes={ENVIRONMENT: plan.load.group_size},
+                save_state=self._save_state,
+            ),
             holder=holding,
         )
         self.scheduler.start(
