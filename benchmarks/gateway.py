@@ -51,6 +51,7 @@ from tailrace.generation.engines.simulated import SimulatedEngine
 from tailrace.models.loading import resolve_model, tokenizer_folder
 from tailrace.records import Generate, GroupId, Message, Rollout, RolloutId, SamplingParams, Task, TaskId
 from tailrace.rollouts import ChatRenderer, LoadedEnvironment, Rollouter, RolloutPolicy, RolloutSettings
+from tailrace.rollouts.run_facts import RunFacts
 
 TOKENS = 64
 STEP_S, QUICK_STEP_S = 0.05, 0.03
@@ -252,7 +253,7 @@ async def outside_case(name: str, rollouts: int, turns: int, step_s: float) -> O
             {spec.name: environment},
             renderer=served.renderer,
             generate=served.generate,
-            max_model_tokens=4096,
+            facts=RunFacts(max_model_tokens=4096),
             endpoints=gateway,
         ) as rollouter,
     ):

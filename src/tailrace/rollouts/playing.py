@@ -24,6 +24,7 @@ from tailrace.rollouts.deadline import rollout_deadline
 from tailrace.rollouts.endpoints import Endpoints
 from tailrace.rollouts.environment import LoadedEnvironment
 from tailrace.rollouts.policy import RolloutPolicy
+from tailrace.rollouts.run_facts import RunFacts
 from tailrace.rollouts.scoring import RelativeJudge, RewardFunctions
 from tailrace.rollouts.scoring.judge import Chat, EndpointChat, EngineChat
 from tailrace.rollouts.settings import RolloutSettings
@@ -41,18 +42,13 @@ class RolloutPlayer:
         renderer: Renderer,
         generate: Generate,
         workers: WorkerPool,
-        max_model_tokens: int | None = None,
-        max_steps: int = 0,
-        records_experts: bool = False,
-        takes_demonstrations: bool = True,
+        facts: RunFacts,
         endpoints: Endpoints | None = None,
     ) -> None:
         """Synchronous code that is not trusted runs in the `workers`. The rest is as `Rollouter` takes it."""
         self._settings, self._renderer, self._generate = settings, renderer, generate
-        self._max_model_tokens, self._records_experts = max_model_tokens, records_experts
-        self._takes_demonstrations, self._endpoints = takes_demonstrations, endpoints
-        self._workers = workers
-        self.functions = RewardFunctions(workers, max_steps=max_steps)
+        self._workers, self._facts, self._endpoints = workers, facts, endpoints
+        self.functions = RewardFunctions(workers, max_steps=facts.max_steps)
 
     def policy(self, rollout: Rollout, environment: LoadedEnvironment, *, is_evaluation: bool) -> RolloutPolicy:
         """The policy of one rollout, which it fills."""
@@ -62,10 +58,10 @@ class RolloutPlayer:
             generate=self._generate,
             max_turns=environment.max_turns,
             max_rollout_tokens=self._settings.max_rollout_tokens,
-            max_model_tokens=self._max_model_tokens,
+            max_model_tokens=self._facts.max_model_tokens,
             system_prompt=self._settings.system_prompt,
-            records_experts=self._records_experts,
-            takes_demonstrations=None if is_evaluation else self._takes_demonstrations,
+            records_experts=self._facts.records_experts,
+            takes_demonstrations=None if is_evaluation else self._facts.takes_demonstrations,
             endpoints=self._endpoints,
         )
 
@@ -135,9 +131,8 @@ class RolloutPlayer:
         assert settings is not None  # it is called for environments that have a judge
         if settings.url is not None:
             return EndpointChat(settings.url, settings.model, api_key_variable=settings.api_key_variable)
-        return EngineChat(
-            self._renderer, generate or self._generate, max_model_tokens=self._max_model_tokens, name=name
-        )
+        most = self._facts.max_model_tokens
+        return EngineChat(self._renderer, generate or self._generate, max_model_tokens=most, name=name)
 
     async def judge(self, group: Group, judge: RelativeJudge, environment: LoadedEnvironment) -> list[AgentResult]:
         """What a judge makes of it. As `score_group`."""

@@ -24,6 +24,7 @@ from tailrace.rollouts.error_budget import ErrorTally
 from tailrace.rollouts.own_columns import require_own_column
 from tailrace.rollouts.playing import RolloutPlayer, leave_out_empty_branches
 from tailrace.rollouts.policy import RolloutPolicy
+from tailrace.rollouts.run_facts import RunFacts
 from tailrace.rollouts.scoring import JudgeUsage, RelativeJudge, Scorer, Teacher, TeacherUsage
 from tailrace.rollouts.scoring.scorer import ScoreRollout
 from tailrace.rollouts.settings import RolloutSettings
@@ -45,25 +46,22 @@ class Rollouter:
         *,
         renderer: Renderer,
         generate: Generate,
-        max_model_tokens: int | None = None,
-        max_steps: int = 0,
-        records_experts: bool = False,
-        takes_demonstrations: bool = True,
+        facts: RunFacts | None = None,
         teacher: Teacher | None = None,
         worker_log: Path | None = None,
         watch: WorkerWatch | None = None,
         endpoints: Endpoints | None = None,
         agent_places: Sequence[WorkerPlace] | None = None,
     ) -> None:
-        """`environments` by their names, which tasks carry. `max_steps` is what reward functions are told.
+        """`environments` by their names, which tasks carry. A `teacher` scores every group; not in evaluations.
 
-        Agents may demonstrate where it `takes_demonstrations`, and a `teacher` scores every group; not in evaluations.
         `endpoints` give the policies of rollouts that are played in this process their HTTP addresses. Agent workers
         are at `agent_places`, one at each; None: they are children of this process.
         """
+        facts = facts or RunFacts()
         self._settings = settings
         self._environments = environments
-        self._teacher, self._takes_demonstrations = teacher, takes_demonstrations
+        self._teacher, self._takes_demonstrations = teacher, facts.takes_demonstrations
         self._attempts, self._endpoints = Attempts(), endpoints
         loadable = {name: one.settings for name, one in environments.items() if one.settings is not None}
         self._workers = WorkerPool(settings, loadable, log_path=worker_log)
@@ -72,10 +70,7 @@ class Rollouter:
             renderer=renderer,
             generate=generate,
             workers=self._workers,
-            max_model_tokens=max_model_tokens,
-            max_steps=max_steps,
-            records_experts=records_experts,
-            takes_demonstrations=takes_demonstrations,
+            facts=facts,
             endpoints=endpoints,
         )
         apart = {name: loadable[name] for name, one in environments.items() if one.is_apart}
@@ -87,10 +82,7 @@ class Rollouter:
                 renderer=_source_of(renderer),
                 generate=generate,
                 watch=watch or WorkerWatch(),
-                max_model_tokens=max_model_tokens,
-                max_steps=max_steps,
-                records_experts=records_experts,
-                takes_demonstrations=takes_demonstrations,
+                facts=facts,
                 endpoints=endpoints,
                 places=agent_places,
             )

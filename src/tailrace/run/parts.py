@@ -20,6 +20,7 @@ from tailrace.records import Generate, Task
 from tailrace.rollouts import ChatRenderer, LoadedEnvironment, Rollouter
 from tailrace.rollouts.agent_workers import WorkerPlace, WorkerWatch
 from tailrace.rollouts.agent_workers.messages import pack_task
+from tailrace.rollouts.run_facts import RunFacts
 from tailrace.rollouts.scoring import Teacher
 from tailrace.run.folder import RunPaths
 
@@ -187,10 +188,12 @@ def make_rollouter(
         environments,
         renderer=renderer,
         generate=generate,
-        max_model_tokens=settings.max_model_tokens,
-        max_steps=settings.max_steps or 0,
-        records_experts=settings.generator.return_routed_experts,
-        takes_demonstrations=settings.trainer.loss.cross_entropy is not None,
+        facts=RunFacts(
+            max_model_tokens=settings.max_model_tokens,
+            max_steps=settings.max_steps or 0,
+            records_experts=settings.generator.return_routed_experts,
+            takes_demonstrations=settings.trainer.loss.cross_entropy is not None,
+        ),
         endpoints=gateway or Gateway(settings.gateway, model=settings.model.name),
         teacher=teacher,
         worker_log=None if paths is None else paths.logs / "workers.log",

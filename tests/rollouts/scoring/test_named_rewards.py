@@ -24,6 +24,7 @@ from tailrace.environments.named_rewards import checked_values, weighted_sum
 from tailrace.errors import EnvironmentFailed, InvalidReward, RolloutError, RolloutTimeout, SettingsError
 from tailrace.records import Group, GroupId, Reward, Rollout, RolloutId, SamplingParams, ToolSpec
 from tailrace.rollouts import ChatRenderer, LoadedEnvironment, Rollouter, RolloutSettings
+from tailrace.rollouts.run_facts import RunFacts
 from tests.support.loaded import loaded
 from tests.support.scripted_generate import ScriptedGenerate
 
@@ -51,7 +52,7 @@ class Scored:
             {self.spec.name: LoadedEnvironment.of(self.spec, self._settings, environment)},
             renderer=renderer,
             generate=ScriptedGenerate(renderer.tokenizer, ["yes"]),
-            max_steps=MAX_STEPS,
+            facts=RunFacts(max_steps=MAX_STEPS),
         )
 
     async def __aenter__(self) -> Scored:

@@ -35,6 +35,7 @@ from tailrace.rollouts.agent_workers.segments import Placed
 from tailrace.rollouts.agent_workers.values import pack_values, require_shallow
 from tailrace.rollouts.chat.rendering import RendererSource
 from tailrace.rollouts.endpoints import EndpointsEntry
+from tailrace.rollouts.run_facts import RunFacts
 from tailrace.rollouts.scoring.usage import JudgeUsage
 from tailrace.transport.channels import decode_array
 
@@ -55,10 +56,7 @@ class Hello(_Message, frozen=True, kw_only=True):
     needs_all: bool
     """Whether the worker is of no use where it cannot load one of them."""
     renderer: RendererSource
-    max_model_tokens: int | None
-    max_steps: int
-    records_experts: bool
-    takes_demonstrations: bool
+    facts: RunFacts
     endpoints: EndpointsEntry | None
     lag_interval_s: float
     stall_s: float

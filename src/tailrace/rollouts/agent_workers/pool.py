@@ -20,6 +20,7 @@ from tailrace.rollouts.agent_workers.watching import AgentWorkerFigures, WorkerW
 from tailrace.rollouts.agent_workers.worker import AgentWorker
 from tailrace.rollouts.chat.rendering import RendererSource
 from tailrace.rollouts.endpoints import Endpoints
+from tailrace.rollouts.run_facts import RunFacts
 from tailrace.rollouts.scoring import JudgeUsage
 from tailrace.rollouts.settings import RolloutSettings
 from tailrace.tracing.output_log import OutputLog
@@ -52,10 +53,7 @@ class AgentWorkers:
         renderer: RendererSource,
         generate: Generate,
         watch: WorkerWatch,
-        max_model_tokens: int | None = None,
-        max_steps: int = 0,
-        records_experts: bool = False,
-        takes_demonstrations: bool = True,
+        facts: RunFacts,
         endpoints: Endpoints | None = None,
         places: Sequence[WorkerPlace] | None = None,
     ) -> None:
@@ -68,10 +66,7 @@ class AgentWorkers:
             environments={name: chosen.model_dump_json() for name, chosen in environments.items()},
             needs_all=settings.agent_workers != "auto",
             renderer=renderer,
-            max_model_tokens=max_model_tokens,
-            max_steps=max_steps,
-            records_experts=records_experts,
-            takes_demonstrations=takes_demonstrations,
+            facts=facts,
             endpoints=None,
             lag_interval_s=watch.lag_interval_s,
             stall_s=watch.stall_s,

@@ -175,10 +175,7 @@ class AgentWorkerProcess:
             renderer=ChatRenderer(source.folder, name=source.name, thinking_retention=source.thinking_retention),
             generate=self._generate,
             workers=workers,
-            max_model_tokens=hello.max_model_tokens,
-            max_steps=hello.max_steps,
-            records_experts=hello.records_experts,
-            takes_demonstrations=hello.takes_demonstrations,
+            facts=hello.facts,
             endpoints=self._endpoints,
         )
         return not_loaded
