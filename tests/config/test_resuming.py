@@ -155,6 +155,14 @@ def test_a_setting_that_older_versions_had_is_no_obstacle(file: Path) -> None:
     assert resumed(file) == {}
 
 
+def test_a_run_of_an_older_version_keeps_the_seed_of_its_generators(file: Path) -> None:
+    config = start(file, "--seed", "3") / "config.toml"
+    assert load_settings(str(file), ["--resume"], file.parent).generator_seed == 3
+    config.write_text(config.read_text().replace("[generator]\n", "[generator]\nseed = 0\n"))
+    assert resumed(file) == {}
+    assert load_settings(str(file), ["--resume"], file.parent).generator_seed == 0
+
+
 def test_how_long_is_waited_and_how_often_a_role_is_started_again_may_differ(file: Path) -> None:
     start(file)
     assert resumed(file, "--restarts.per_role", "0", "--shutdown.grace_s", "9", "--restarts.silence_s", "5") == {}

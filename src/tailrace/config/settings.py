@@ -91,6 +91,12 @@ class RunSettings(BaseModel):
         return min(chosen or self.generator.max_cache_tokens, self.generator.max_cache_tokens)
 
     @property
+    def generator_seed(self) -> int:
+        """Of the random streams of requests that bring no seed."""
+        own = self.generator.seed
+        return self.seed if own is None else own
+
+    @property
     def uses_redis(self) -> bool:
         """Whether batches and the event log go through Redis."""
         return self.transport.batches == "redis" or self.placement == "redis"

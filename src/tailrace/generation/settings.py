@@ -135,7 +135,12 @@ class GeneratorSettings(BaseModel):
         description="Torch engine on a CPU with one thread and a C++ compiler: compile passes over activations for "
         "this processor, once, and use them in layers of the common kind (Llama, Qwen, ...)",
     )
-    seed: int = Field(default=0, ge=0, description="Seed of the random streams of requests that bring none")
+    seed: int | None = Field(
+        default=None,
+        ge=0,
+        description="Seed of the random streams of requests that bring none; unset: the run's `seed`, and 0 without a "
+        "run",
+    )
     weight_update: WeightUpdate = Field(
         default="hot_swap",
         description="New weights take over between two steps, requests going on (hot_swap), or once none runs (drain)",

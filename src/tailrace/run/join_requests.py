@@ -181,7 +181,8 @@ class JoinHandler:
         loop = asyncio.get_running_loop()
         self._kept[place] = loop.call_later(ANNOUNCED_WITHIN_S, self._forget, place)
         chosen = self.settings
-        served = ServeSettings(model=chosen.model, generator=with_adapters(chosen.generator, chosen.trainer.lora))
+        seeded = chosen.generator.model_copy(update={"seed": chosen.generator_seed})
+        served = ServeSettings(model=chosen.model, generator=with_adapters(seeded, chosen.trainer.lora))
         offered = served.model_dump_json(exclude={"generator": {"replicas", "join_address", "join_key"}}).encode()
         return Offer(chosen.name, place.name, place.life, offered, self.role if is_here else b"")
 

@@ -237,7 +237,7 @@ def _is_here(place: JoinPlace) -> bool:
 def _seeded(settings: ServeSettings, offer: Offer) -> GeneratorSettings:
     """Every life of every generator draws from random streams of its own."""
     number = int(offer.name.rpartition("-")[2])
-    seed = seed_of_life(settings.generator.seed, number, offer.life)
+    seed = seed_of_life(settings.generator.seed or 0, number, offer.life)
     return settings.generator.model_copy(update={"seed": seed})
 
 

@@ -268,7 +268,7 @@ async def generator(role: Role) -> None:
     role_settings = msgspec.json.decode(role.spec.settings, type=RoleSettings)
     settings = role_settings.run
     index = (*settings.generator.replica_names, *settings.generator.spare_names).index(role.spec.role)
-    seed = seed_of_life(settings.generator.seed, index, role.life)
+    seed = seed_of_life(settings.generator_seed, index, role.life)
     seeded = with_adapters(settings.generator.model_copy(update={"seed": seed}), settings.trainer.lora)
     seeded = with_weight_transfer(seeded, settings.transport)
     await _serve(role, role_settings, settings.model, seeded)

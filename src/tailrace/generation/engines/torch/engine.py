@@ -76,7 +76,7 @@ def torch_engine_factory(model: ModelSettings, generator: GeneratorSettings) -> 
             max_model_tokens=min(model.max_model_tokens or generator.max_cache_tokens, generator.max_cache_tokens),
             prefill_chunk_tokens=generator.prefill_chunk_tokens,
             chunk_tokens=generator.chunk_tokens,
-            seed=generator.seed,
+            seed=generator.seed or 0,
             kv_cache=generator.kv_cache,
             share_prefix_across_versions=generator.share_prefix_across_versions,
             return_routed_experts=generator.return_routed_experts,

@@ -213,7 +213,7 @@ def _options(source: ModelSource, model: ModelSettings, generator: GeneratorSett
         "max_model_len": min(capacity, _positions(source) or capacity),
         "tensor_parallel_size": generator.tensor_parallel,
         **({"distributed_executor_backend": "external_launcher"} if generator.lockstep else {}),
-        "seed": generator.seed,
+        "seed": (generator.seed or 0) % 2**32,  # as NumPy wants it
         **({"enable_return_routed_experts": True} if generator.return_routed_experts else {}),
         "skip_tokenizer_init": True,
         "logprobs_mode": "processed_logprobs",
