@@ -51,10 +51,11 @@ class Talk:
         max_turns: int = 9,
         sampling: SamplingParams | None = None,
         system_prompt: str | None = None,
+        rollout_id: str = "r7",
         **limits: int,
     ) -> None:
         task = Task(TaskId("names/train/7"), "names", 7, {})
-        self.rollout = Rollout(RolloutId("r7"), GroupId("g7"), task, sampling or SamplingParams(max_tokens=64))
+        self.rollout = Rollout(RolloutId(rollout_id), GroupId("g7"), task, sampling or SamplingParams(max_tokens=64))
         self.generate = ScriptedGenerate(renderer.tokenizer, replies)
         self.tokenizer = renderer.tokenizer
         self.policy = RolloutPolicy(
@@ -503,6 +504,18 @@ async def test_each_turn_of_a_seeded_rollout_has_a_seed_of_its_own(renderer: Cha
     assert first == await seeds()
     assert len(set(first)) == 2
     assert None not in first
+
+
+async def test_rollouts_whose_agents_ask_for_one_seed_differ_all_the_same(renderer: ChatRenderer) -> None:
+    async def seeds(rollout_id: str) -> list[int | None]:
+        talk = Talk(renderer, rollout_id=rollout_id)
+        for _ in range(2):
+            await talk.policy.chat([user("a")], seed=7)
+        return [call.sampling.seed for call in talk.generate.calls]
+
+    first, second = await seeds("g7.0.0"), await seeds("g7.1.0")
+    assert first == await seeds("g7.0.0")
+    assert len({*first, *second}) == 4
 
 
 async def test_a_system_prompt_from_the_settings_replaces_the_conversations_own(renderer: ChatRenderer) -> None:
