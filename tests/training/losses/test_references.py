@@ -27,6 +27,20 @@ SAMPLES = st.builds(
     per_token=st.booleans(),
 )
 
+OTHER_SETTINGS: dict[str, dict[str, float]] = {
+    "clipped_ratio": {"clip_low": 0.4, "clip_high": 0.1, "truncation": 1.5},
+    "dapo": {"clip_low": 0.4, "clip_high": 0.1},
+    "grpo": {"clip_low": 0.1, "clip_high": 0.4},
+    "dr_grpo": {"clip_low": 0.3, "clip_high": 0.1},
+    "cispo": {"lowest_weight": 0.8, "truncation": 1.5},
+    "aipo": {"truncation": 1.5},
+    "ipo": {"threshold": 0.05},
+    "dppo": {"threshold": 0.05},
+    "decoupled_ppo": {"highest_weight": 1.5},
+    "gspo": {"clip_low": 0.1, "clip_high": 0.2},
+    "sapo": {"temperature_positive": 0.5, "temperature_negative": 2.0},
+}
+
 
 def sequences_of(samples: Samples) -> list[OneSequence]:
     columns = (samples.logprobs, samples.tokens.logprobs, samples.tokens.advantages)
@@ -35,12 +49,15 @@ def sequences_of(samples: Samples) -> list[OneSequence]:
     return [OneSequence(*(column[first:last].numpy() for column in columns)) for first, last in pairs]
 
 
-@pytest.mark.parametrize("name", BUILT_IN)
+@pytest.mark.parametrize(
+    ("name", "chosen"),
+    [*((name, {}) for name in BUILT_IN), *(pytest.param(*one, id=f"{one[0]}-other") for one in OTHER_SETTINGS.items())],
+)
 @given(samples=SAMPLES)
 @settings(max_examples=40)
-def test_loss_and_gradient_are_the_references(name: str, samples: Samples) -> None:
-    found = train_on(settings_of(name), samples)
-    loss, gradient = objective(name, sequences_of(samples), length=LENGTH)
+def test_loss_and_gradient_are_the_references(name: str, chosen: dict[str, float], samples: Samples) -> None:
+    found = train_on(settings_of(name, **chosen), samples)
+    loss, gradient = objective(name, sequences_of(samples), length=LENGTH, **chosen)
     assert found.loss == pytest.approx(loss, rel=1e-11, abs=1e-12)
     np.testing.assert_allclose(found.gradient.numpy(), gradient, rtol=1e-11, atol=1e-12)
 
@@ -50,24 +67,27 @@ def test_loss_and_gradient_are_the_references(name: str, samples: Samples) -> No
 def test_dppo_measures_by_kl_too(samples: Samples) -> None:
     found = train_on(settings_of("dppo", divergence="kl"), samples)
     expected = [
-        references.dppo(*one.token(token), "kl").kept
+        references.dppo(*one.token(token), divergence="kl").kept
         for one in sequences_of(samples)
         for token in range(len(one.policy))
     ]
     assert found.kept.tolist() == expected
 
 
+@pytest.mark.parametrize(
+    "chosen", [{}, {"clip_low": 0.1, "clip_high": 0.3, "highest_weight": 1.5}], ids=["default", "other"]
+)
 @given(samples=SAMPLES, seed=st.integers(0, 2**31))
 @settings(max_examples=40)
-def test_decoupled_ppo_clips_against_the_proximal_policy(samples: Samples, seed: int) -> None:
+def test_decoupled_ppo_clips_against_the_proximal_policy(chosen: dict[str, float], samples: Samples, seed: int) -> None:
     drift = 0.3 * torch.randn(samples.logprobs.shape, generator=torch.Generator().manual_seed(seed)).double()
     proximal = (samples.logprobs + drift).clamp(max=-1e-3)
     tokens = replace(samples.tokens, columns={PROXIMAL_LOGPROBS: proximal})
     leaf = samples.logprobs.clone().requires_grad_()
-    losses, kept = load_loss(settings_of("decoupled_ppo"))(leaf, samples.entropy, tokens)
+    losses, kept = load_loss(settings_of("decoupled_ppo", **chosen))(leaf, samples.entropy, tokens)
     losses.where(kept, 0.0).sum().backward()
     columns = zip(samples.logprobs, tokens.logprobs, tokens.advantages, proximal, strict=True)
-    expected = [references.decoupled_ppo(*map(float, column)) for column in columns]
+    expected = [references.decoupled_ppo(*map(float, column), **chosen) for column in columns]
     assert kept.tolist() == [one.kept for one in expected]
     assert leaf.grad is not None
     for found, name in ((losses.where(kept, 0.0).detach(), "loss"), (leaf.grad, "derivative")):
