@@ -151,9 +151,12 @@ def test_exported_tokens_are_those_of_the_first_step(model_folder: Path, tmp_pat
     assert np.mean([one["ratio"] for one in tokens]) == pytest.approx(metrics["training/ratio_mean"], rel=1e-5)
 
 
-def ppo(model: PreTrainedModel, mini_batches: Sequence[Batch], rate: float) -> dict[str, torch.Tensor]:
+def ppo(model: PreTrainedModel, mini_batches: Sequence[Batch], chosen: TrainerSettings) -> dict[str, torch.Tensor]:
     """One step of PPO on each, judged against the policy that sampled all of them; sample by sample, in float64."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.99), weight_decay=0.0)
+    betas = (chosen.beta1, chosen.beta2)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=chosen.learning_rate, betas=betas, eps=chosen.epsilon, weight_decay=0.0
+    )
     for batch in mini_batches:
         terms = []
         for sample, (start, end) in enumerate(itertools.pairwise(batch.sample_offsets.tolist())):
@@ -165,15 +168,15 @@ def ppo(model: PreTrainedModel, mini_batches: Sequence[Batch], rate: float) -> d
             terms.append(-torch.minimum(ratios * advantage, ratios.clamp(0.8, 1.28) * advantage))
         optimizer.zero_grad()
         torch.cat(terms).mean().backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), chosen.max_grad_norm)
         optimizer.step()
     return {name: weight.detach() for name, weight in model.named_parameters()}
 
 
-def test_batches_one_after_the_other_are_mini_batches_of_ppo(model_folder: Path) -> None:
+@pytest.mark.parametrize("given", [{}, {"max_grad_norm": 0.3, "beta1": 0.5, "beta2": 0.9, "epsilon": 1e-3}], ids=str)
+def test_batches_one_after_the_other_are_mini_batches_of_ppo(model_folder: Path, given: dict[str, float]) -> None:
     """Of other sizes, and all sampled before the first step: later ones are as stale as their place says."""
-    rate = 1e-2
-    trainer = make_trainer(model_folder, learning_rate=rate, loss={"name": "dapo"})
+    trainer = make_trainer(model_folder, learning_rate=1e-2, loss={"name": "dapo"}, **given)
     before = weights(trainer)
     shapes = [((9, 14, 5, 12), (2, 2)), ((7, 30), (2,)), ((6, 11, 8), (1, 2))]
     batches = [
@@ -183,7 +186,7 @@ def test_batches_one_after_the_other_are_mini_batches_of_ppo(model_folder: Path)
     results = [trainer.train_step(batch) for batch in batches]
     assert [result.version for result in results] == [1, 2, 3]
     assert results[-1].metrics["training/clip_share"] > 0.1
-    expected = ppo(AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float64), batches, rate)
+    expected = ppo(AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float64), batches, trainer.settings)
     for name, weight in weights(trainer).items():
         moved = expected[name] - before[name]
         assert float((weight - expected[name]).norm()) <= 1e-2 * float(moved.norm()), name

@@ -14,6 +14,7 @@ from tokenizers.models import WordLevel
 
 from tailrace.records import Batch, RolloutId, SampleOrigins
 from tailrace.training.reports.token_export import TokenExport
+from tailrace.training.settings.losses import ClippedRatioSettings
 from tailrace.training.settings.trainer import ExportFormat, TrainerSettings
 from tailrace.training.trainer import Trainer
 from tests.support.exported_tokens import read_tokens
@@ -69,6 +70,9 @@ def test_every_trained_token_is_there_once_with_its_place_and_figures(
     assert np.mean([one["loss"] for one in tokens]) == pytest.approx(metrics["training/loss"], rel=1e-5)
     assert np.mean([one["entropy"] for one in tokens]) == pytest.approx(metrics["training/entropy"], rel=1e-5)
     assert all(one["kept"] for one in tokens)
+    weights = np.minimum([one["ratio"] for one in tokens], ClippedRatioSettings().truncation)
+    effective = weights.sum() ** 2 / (len(tokens) * np.square(weights).sum())
+    assert metrics["training/effective_sample_share"] == pytest.approx(effective, rel=1e-5)
     for environment in ("names", "sums"):
         own = [one for one in tokens if one["environment"] == environment]
         assert metrics[f"training/{environment}/loss_tokens"] == len(own) > 0

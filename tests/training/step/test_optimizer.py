@@ -85,6 +85,17 @@ def test_a_step_is_the_orthogonal_part_of_the_gradient_as_large_as_one_of_adamw(
         assert 0.1 * RATE < root_mean_square < 0.3 * RATE  # AdamW's are 0.2 to 0.4 of the rate, says the paper
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_matrices_decay_and_vectors_do_not(optimizer: str) -> None:
+    model = tiny_model("gpt2")
+    before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    for weight in model.parameters():
+        weight.grad = torch.zeros_like(weight)
+    make_optimizer(model, TrainerSettings(learning_rate=0.1, weight_decay=0.5, optimizer=optimizer)).step()
+    for name, weight in model.named_parameters():
+        torch.testing.assert_close(weight.detach(), before[name] * (0.95 if weight.ndim > 1 else 1.0), msg=name)
+
+
 def make_trainer(model_folder: Path, optimizer: str = "muon", ranks: Ranks = ALONE) -> Trainer:
     settings = TrainerSettings(learning_rate=RATE, optimizer=optimizer, weight_decay=0.1, decay="cosine")
     return Trainer(settings, model_name=str(model_folder), max_steps=8, max_staleness=8, ranks=ranks)

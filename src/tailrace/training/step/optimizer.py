@@ -33,6 +33,9 @@ def learning_rate(step: int, settings: TrainerSettings, max_steps: int) -> float
     >>> settings = TrainerSettings(learning_rate=1.0, warmup_steps=2, decay="linear", decay_end=0.0)
     >>> [learning_rate(step, settings, max_steps=4) for step in (1, 2, 3, 4)]
     [0.5, 1.0, 0.5, 0.0]
+    >>> settings = TrainerSettings(learning_rate=1.0, decay="cosine", decay_end=0.2)
+    >>> [round(learning_rate(step, settings, max_steps=4), 3) for step in (1, 2, 4)]
+    [0.883, 0.6, 0.2]
     """
     if step <= settings.warmup_steps:
         return settings.learning_rate * step / settings.warmup_steps
