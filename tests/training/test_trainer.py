@@ -181,7 +181,9 @@ def test_a_batch_that_bears_no_loss_is_skipped(model_folder: Path) -> None:
     assert (result.step, result.version, result.skipped) == (1, 0, NOTHING_TRAINABLE)
 
 
-def test_a_step_that_is_not_finite_changes_no_weight_and_repeated_ones_end_the_run(model_folder: Path) -> None:
+def test_a_step_that_is_not_finite_changes_no_weight_and_repeated_ones_end_the_run(
+    model_folder: Path, tmp_path: Path
+) -> None:
     trainer = make_trainer(model_folder, max_nonfinite_steps=3)
     before = weights(trainer)
     for step in (1, 2):
@@ -189,8 +191,11 @@ def test_a_step_that_is_not_finite_changes_no_weight_and_repeated_ones_end_the_r
         assert (result.step, result.version, result.skipped) == (step, 0, NOT_FINITE)
     for name, tensor in weights(trainer).items():
         assert torch.equal(before[name], tensor)
-    with pytest.raises(Diverged, match="3 steps in a row"):
-        trainer.train_step(build_batch(step=3, advantages=[math.inf, 1, 1, 1]))
+    resumed = make_trainer(model_folder, max_nonfinite_steps=3)
+    resumed.restore(trainer.save_checkpoint(tmp_path))
+    for one in (trainer, resumed):
+        with pytest.raises(Diverged, match="3 steps in a row"):
+            one.train_step(build_batch(step=3, advantages=[math.inf, 1, 1, 1]))
 
 
 def test_a_finite_step_forgives_earlier_ones(model_folder: Path) -> None:
