@@ -29,7 +29,7 @@ from tailrace.scheduling.tasks import TaskKey, TaskStream
 from tailrace.simulation import SimulatedRun, simulate
 from tailrace.simulation.run import Simulation
 from tailrace.simulation.virtual_time import run_in_virtual_time
-from tests.scheduling.world import make_world
+from tests.scheduling.world import World, make_world
 from tests.simulation.plans import small_plan
 
 
@@ -92,16 +92,19 @@ async def test_what_is_too_old_near_the_last_step_is_replaced() -> None:
     assert [formed.batch.summary.num_rollouts for formed in world.recorder.formed] == [8] * 5
 
 
+def slow_world(**settings: Any) -> World:
+    """Rollouts that take many times as long as a step."""
+    world = make_world(
+        lambda number: float(number % 2), rows=32, max_running=24, pauses=lambda number: 3 + number * 7 % 23, **settings
+    )
+    world.runner.pause_s, world.train_s = 1.0, 1.0
+    return world
+
+
 def test_what_a_generator_that_lags_sampled_takes_no_place_in_a_batch_either() -> None:
     async def batch_sizes() -> list[int]:
-        world = make_world(
-            lambda number: float(number % 2),
-            rows=32,
-            max_staleness=0,
-            max_running=24,
-            pauses=lambda number: 3 + number * 7 % 23,
-        )
-        world.runner.pause_s, world.train_s, world.install_s = 1.0, 1.0, 20.0
+        world = slow_world(max_staleness=0)
+        world.install_s = 20.0
         await world.run()
         assert world.scheduler.ledger.reasons(TerminalState.FILTERED)["stale"] > 0
         return [len(formed.groups) for formed in world.recorder.formed]
@@ -113,6 +116,27 @@ def test_a_task_is_restarted_so_often_and_then_masked() -> None:
     never = simulated(on_stale="restart", max_restarts=0, max_staleness=1)
     assert outcomes(never) == outcomes(simulated(max_staleness=1))
     assert never.masked_share > 0
+
+    async def restarts() -> set[int]:
+        world = slow_world(max_staleness=1, on_stale="restart", max_restarts=2)
+        await world.run()
+        assert sum(formed.batch.summary.masked_tokens for formed in world.recorder.formed) > 0
+        return {*world.recorder.restarts.values()}
+
+    assert max(run_in_virtual_time(restarts())) == 2
+
+
+def test_what_is_left_of_a_group_that_was_split_is_not_started_again() -> None:
+    """The other part may be trained on already."""
+
+    async def most_trained() -> int:
+        world = slow_world(max_staleness=1, on_stale="restart")
+        world.runner.splits = True
+        await world.run()
+        assert world.recorder.restarts
+        return max(world.recorder.trained_by_task.values())
+
+    assert run_in_virtual_time(most_trained()) == 4
 
 
 def test_over_sampling_drops_stragglers_and_favours_short_rollouts() -> None:

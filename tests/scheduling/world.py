@@ -12,6 +12,7 @@ import numpy as np
 from tailrace.batching import FormedBatch
 from tailrace.environments import EnvironmentSpec, Policy
 from tailrace.errors import EnvironmentFailed, RolloutTimeout, WorkerLost
+from tailrace.lifecycle.event_loop import first_done
 from tailrace.records import (
     Branch,
     Completion,
@@ -31,6 +32,7 @@ from tailrace.records import (
 )
 from tailrace.scheduling import SchedulerSetup, SchedulingSettings, StreamScheduler, TaskSource, TaskStream
 from tailrace.scheduling.groups import UNSCORED
+from tailrace.scheduling.staleness import RESTARTED
 
 
 def _mistake(message: str) -> EnvironmentFailed:
@@ -95,6 +97,8 @@ class ScriptedRunner:
     """Of each pause; with 0 it is a turn of the event loop."""
     is_silent: Callable[[int], bool] = lambda number: False
     """Whether it samples no token."""
+    splits: bool = False
+    """Whether scoring makes two groups of each."""
     started: int = 0
     live: int = 0
     most_live: int = 0
@@ -131,7 +135,11 @@ class ScriptedRunner:
 
     async def score(self, group: Group) -> list[Group]:
         await asyncio.sleep(0)
-        return [group]
+        if not self.splits:
+            return [group]
+        middle = len(group.rollouts) // 2
+        parts = (group.rollouts[:middle], group.rollouts[middle:])
+        return [Group(group.group_id, group.task, part) for part in parts]
 
 
 @dataclass
@@ -140,15 +148,27 @@ class Recorder:
 
     formed: list[FormedBatch] = field(default_factory=list)
     ended: Counter[TerminalState] = field(default_factory=Counter)
+    trained_by_task: Counter[str] = field(default_factory=Counter)
+    """Rollouts."""
     filtered: Counter[str] = field(default_factory=Counter)
     finished: int = 0
     parts: list[Group] = field(default_factory=list)
+    _restarted: set[str] = field(default_factory=set)
+
+    @property
+    def restarts(self) -> Counter[str]:
+        """Groups that were started again because they had become too old, by task."""
+        return Counter(group_id.partition("#")[0] for group_id in self._restarted)
 
     def rollout_finished(self, rollout: Rollout) -> None:
         self.finished += 1
 
     def rollout_ended(self, rollout_id: RolloutId, rollout: Rollout | None, outcome: Outcome, message: str) -> None:
         self.ended[outcome.state] += 1
+        if outcome.state is TerminalState.TRAINED:
+            self.trained_by_task[rollout_id.partition("#")[0]] += 1
+        if outcome.reason == RESTARTED:
+            self._restarted.add(rollout_id.rsplit(".", 2)[0])
 
     def group_scored(self, group: Group, filter_reason: str | None) -> None:
         if filter_reason:
@@ -232,13 +252,8 @@ class World:
         running.cancel()
 
     async def run(self) -> None:
-        """Until the scheduler is done. In virtual time a deadlock is an error."""
-        trainer = asyncio.create_task(self.train())
-        try:
-            await self.scheduler.run()
-        finally:
-            trainer.cancel()
-            await asyncio.gather(trainer, return_exceptions=True)
+        """Until the scheduler is done; raises what the trainer asserts. In virtual time a deadlock is an error."""
+        await first_done(self.train(), self.scheduler.run())
 
 
 def make_world(
