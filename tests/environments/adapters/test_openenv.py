@@ -27,11 +27,11 @@ from tailrace.errors import EnvironmentFailed, SettingsError
 from tailrace.free_ports import free_port
 from tailrace.rollouts import ChatRenderer
 from tests.environments.adapters.playing import play
+from tests.support import openenv_servers as fakes
 from tests.support.installed_openenv import installed_openenv
 from tests.support.scripted_policy import Said, ScriptedPolicy, calls
 
 pytest.importorskip("websockets")
-fakes: Any = pytest.importorskip("tests.support.openenv_servers")
 
 
 async def rollout(spec: EnvironmentSpec, *replies: str | Said, index: int = 0) -> tuple[AgentResult, ScriptedPolicy]:

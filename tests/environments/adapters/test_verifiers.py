@@ -18,7 +18,9 @@ from tests.support.scripted_policy import play as play_here
 
 vf: Any = pytest.importorskip("verifiers")
 pytest.importorskip("reasoning_gym")
-gym: Any = pytest.importorskip("tests.support.verifiers_gym")
+
+from tests.support import verifiers_gym as gym  # noqa: E402 - imports verifiers
+
 HERE = "tests.environments.adapters.test_verifiers"
 GYM = EnvironmentSettings(name="verifiers", args={"id": "verifiers-gym", "num_train_examples": 8})
 

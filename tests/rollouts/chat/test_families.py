@@ -155,9 +155,9 @@ def test_gpt_oss_is_shown_which_function_a_result_is_of(harmony: Callable[..., C
 
 
 def test_gpt_oss_without_its_vocabulary_is_refused_with_what_to_do(
-    harmony: Callable[..., ChatTokenizer], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tokenizer = harmony(name="openai/gpt-oss-20b")
+    tokenizer = ChatTokenizer(save_chat_model(tmp_path, template=HARMONY), name="openai/gpt-oss-20b")
     monkeypatch.setenv("TIKTOKEN_ENCODINGS_BASE", "/nowhere")
     with pytest.raises(ModelError, match=r"openai/gpt-oss-20b: the vocabulary .*TIKTOKEN_ENCODINGS_BASE"):
         ChatRenderer(tokenizer)
