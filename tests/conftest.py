@@ -14,11 +14,13 @@ import signal
 import sys
 import time
 from collections.abc import Generator, Iterator
+from typing import TypeVar
 
 import pytest
 from hypothesis import settings as _hypothesis
 
 from tailrace.reporting import logs
+from tests.support.skips import hides_a_loss
 
 # Who starts the tests under nohup has it ignored, which processes inherit and a run respects.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -44,6 +46,9 @@ _hypothesis.load_profile("same")
 
 
 _ends_s = pytest.StashKey[float]()
+_made = frozenset(os.environ.get("TAILRACE_MADE", "").split())
+"""Targets of the Makefile: no test may be skipped for want of what they install."""
+_Report = TypeVar("_Report", pytest.CollectReport, pytest.TestReport)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -75,6 +80,22 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
         if not torch.cuda.is_available():
             pytest.skip("needs a GPU")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    return _failed_where_it_hides_a_loss((yield))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    return _failed_where_it_hides_a_loss((yield))
+
+
+def _failed_where_it_hides_a_loss(report: _Report) -> _Report:
+    if report.skipped and isinstance(report.longrepr, tuple) and hides_a_loss(report.longrepr[2], _made):
+        report.outcome, report.longrepr = "failed", f"{report.longrepr[2]} (which was made)"
+    return report
 
 
 @pytest.fixture(autouse=True)

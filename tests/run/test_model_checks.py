@@ -63,7 +63,7 @@ def broken_gguf(folder: Path) -> Path:
         (encoder_decoder, "(transformers has no causal language model of this architecture: choose another model)"),
         pytest.param(
             *(broken_gguf, "(its files are incomplete or broken)"),
-            marks=pytest.mark.skipif(find_spec("gguf") is None, reason="needs gguf"),
+            marks=pytest.mark.skipif(find_spec("gguf") is None, reason="needs gguf: make install-dev"),
         ),
         (without("tokenizer.json"), "holds no tokenizer"),
         (without("model.safetensors"), "holds no weights"),

@@ -59,7 +59,7 @@ class Watched:
 @contextlib.contextmanager
 def browser() -> Iterator[Browser]:
     """Chromium, without a window."""
-    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    playwright = pytest.importorskip("playwright.sync_api")
     executable = shutil.which("chromium") or shutil.which("chromium-browser")
     if executable is None:
         pytest.skip("chromium is not installed: make test-system")
