@@ -12,7 +12,7 @@ from tailrace.errors import DataError
 from tailrace.records import RunStatus
 from tailrace.reporting.summary import RunSummary, summary_text
 from tailrace.run.orchestrator import RUN_ENDED
-from tests.run.runs import REPORT, command, environment, records, run_inline
+from tests.run.runs import REPORT, command, environment, records, run_inline, tiny_settings
 
 EVALUATION = ("--evaluation.every_steps", "2", "--evaluation.tasks", "5", "--evaluation.share", "0.25")
 
@@ -74,9 +74,12 @@ def test_evaluation_samples_as_it_is_told_and_the_same_each_time(parent: Path, s
     first, last = (
         {record["task_id"]: record for record in records(folder / f"evaluation_{step:06d}.jsonl")} for step in (0, 8)
     )
+    chosen = tiny_settings().rollouts.evaluation_sampling()
     assert first.keys() == last.keys()
-    for task_id in first:
-        assert first[task_id]["sampling"]["seed"] == last[task_id]["sampling"]["seed"]
+    for task_id, record in first.items():
+        assert record["sampling"] == last[task_id]["sampling"]
+        assert record["sampling"]["temperature"] == chosen.temperature
+    assert len({record["sampling"]["seed"] for record in first.values()}) == 5
 
 
 async def test_a_stopped_run_cancels_it(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ from tailrace.generation.engines.vllm.options import known_options, require_vllm
 from tailrace.generation.engines.vllm.packing import PackedModelStateDict
 from tailrace.generation.settings import GeneratorSettings, ModelSettings
 from tests.generation.engine_kinds import contract_model, require_vllm_installed, start_vllm, vllm_kind
-from tests.generation.engine_support import SHAPE, Driver, forward_logprobs, greedy_reference, request
+from tests.generation.engine_support import SHAPE, Brake, Driver, forward_logprobs, greedy_reference, request
 
 if TYPE_CHECKING:
     from vllm.v1.engine.core_client import InprocClient
@@ -148,11 +148,17 @@ def test_batch_invariance_is_refused_without_a_gpu(tmp_path: Path) -> None:
         build_core(ModelSettings(name=str(tmp_path)), settings)
 
 
+def shared_names() -> set[str]:
+    """Of the memory that vLLM's processes on this machine sum in."""
+    return {path.name for path in Path("/dev/shm").glob("*cpushm*")}
+
+
 @pytest.mark.long
 def test_two_processes_that_hold_half_a_model_each_take_over_new_weights_and_are_missed_when_they_die(
     tmp_path: Path,
 ) -> None:
     contract_model().save_pretrained(tmp_path)
+    of_others = shared_names()
     settings = GeneratorSettings(engine="vllm", slots=4, tensor_parallel=2, vllm={"block_size": 32})
     driver = Driver(VllmEngine(build_core(ModelSettings(name=str(tmp_path), max_model_tokens=128), settings)))
     try:
@@ -166,7 +172,7 @@ def test_two_processes_that_hold_half_a_model_each_take_over_new_weights_and_are
         driver.engine.watch(told.put)
         psutil.Process().children()[-1].kill()
         assert "a worker process of vLLM died" in str(told.get(timeout=60))  # though nothing is asked of it
-        assert not [path for path in Path("/dev/shm").iterdir() if "cpushm" in path.name]
+        assert shared_names() <= of_others
     finally:
         driver.engine.close()
 
@@ -269,20 +275,24 @@ def test_a_prompt_that_was_half_computed_when_the_cache_was_reset_is_of_the_new_
 
 
 async def test_the_loop_swaps_weights_while_requests_go_on(core: InprocClient) -> None:
-    new = contract_model(1)
-    async with Generator(lambda: VllmEngine(core)) as generator:
+    new, brake, begun = contract_model(1), Brake(), asyncio.Event()
+    async with Generator(lambda: brake.on(VllmEngine(core, chunk_tokens=4))) as generator:
 
         async def ask(name: str) -> np.ndarray:
-            done = await generator.generate(request(name, np.array([1, 2, 3], np.int32), group="g", max_tokens=100))
+            asked = request(name, np.array([1, 2, 3], np.int32), group="g", max_tokens=100)
+            done = await generator.generate(asked, lambda chunk: begun.set())
             assert done.num_tokens == 100
             return done.policy_versions
 
         asked = [asyncio.create_task(ask(f"r{i}")) for i in range(6)]
-        await asyncio.sleep(0)
+        await begun.wait()
         assert await generator.load_model_state_dict(lambda: nullcontext(new.state_dict()), 3) == 3
-        for versions in await asyncio.gather(*asked):
+        brake.let_go()
+        found = await asyncio.gather(*asked)
+        for versions in found:
             assert set(versions.tolist()) <= {0, 3}
             assert (np.diff(versions) >= 0).all()
+        assert any({*versions.tolist()} == {0, 3} for versions in found)
         last = await generator.generate(
             request("last", np.array([4, 2, 3], np.int32), group="g", temperature=0, max_tokens=9)
         )
