@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import random
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -19,10 +21,25 @@ def only(monkeypatch: pytest.MonkeyPatch) -> Callable[[range], None]:
     return lambda ports: monkeypatch.setattr(free_ports, "_PORTS", ports)
 
 
+@contextlib.contextmanager
+def taken(place: int, count: int) -> Iterator[int]:
+    """The first of so many ports, of which somebody listens at this one."""
+    while True:
+        first = free_port(count=count)
+        try:
+            server = socket.create_server(("127.0.0.1", first + place))
+        except OSError as error:  # another process was quicker
+            if error.errno != errno.EADDRINUSE:
+                raise
+        else:
+            with server:
+                yield first
+            return
+
+
 def test_so_many_in_a_row_are_free_where_one_is_taken(only: Callable[[range], None]) -> None:
-    first = free_port(count=120)
-    only(range(first, first + 120))
-    with socket.create_server(("127.0.0.1", first + 60)):
+    with taken(60, count=120) as first:
+        only(range(first, first + 120))
         for _ in range(20):
             chosen = free_port(count=3)
             assert first + 60 not in range(chosen, chosen + 3)
@@ -37,7 +54,7 @@ def test_processes_of_the_same_seed_choose_others() -> None:
 
 
 def test_none_that_is_free_is_told(only: Callable[[range], None]) -> None:
-    first = free_port(count=210)
-    only(range(first, first + 210))
-    with socket.create_server(("127.0.0.1", first + 105)), pytest.raises(SettingsError, match="no 110 ports in a row"):
-        free_port(count=110)  # the middle one is in any so many
+    with taken(105, count=210) as first:  # it is in any 110 of them
+        only(range(first, first + 210))
+        with pytest.raises(SettingsError, match="no 110 ports in a row"):
+            free_port(count=110)

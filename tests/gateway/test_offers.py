@@ -22,6 +22,7 @@ from tailrace.gateway.claims import Claim
 from tailrace.gateway.offers import Offers
 from tailrace.records import GroupId, Message, Rollout, RolloutId, Task, TaskId
 from tailrace.rollouts import ChatRenderer, Rollouter, RolloutSettings
+from tests.support.clocks import move_clock
 from tests.support.loaded import loaded
 from tests.support.scripted_generate import ScriptedGenerate
 
@@ -46,6 +47,7 @@ class Outside:
     rollouter: Rollouter
     client: httpx.AsyncClient
     specs: dict[str, EnvironmentSpec]
+    generate: ScriptedGenerate
     running: list[asyncio.Task[Rollout]] = field(default_factory=list)
 
     async def begin(self, index: int = 0, environment: str = "shop", task: Task | None = None) -> asyncio.Task[Rollout]:
@@ -66,7 +68,7 @@ class Outside:
         root = self.gateway.root_url if url.startswith("/") else ""
         sent = self.gateway.offers.key if key is None else key
         headers = {"authorization": f"Bearer {sent}"} if sent else {}
-        return await self.client.post(root + url, json=body, headers=headers, timeout=30)
+        return await self.client.post(root + url, json=body, headers=headers, timeout=None)  # the clock may be moved
 
     async def claim(self, **body: Any) -> dict[str, Any]:
         response = await self.post("/rollouts", body)
@@ -94,7 +96,7 @@ async def offering(
         async with Rollouter(
             chosen, environments, renderer=renderer, generate=generate, endpoints=gateway
         ) as rollouter:
-            made = Outside(gateway, rollouter, client, {spec.name: spec for spec in specs})
+            made = Outside(gateway, rollouter, client, {spec.name: spec for spec in specs}, generate)
             try:
                 yield made
             finally:
@@ -214,10 +216,12 @@ async def test_the_rollout_that_has_waited_longest_is_claimed_first(renderer: Ch
         assert (await run.claim())["task_id"] == "inn/train/1"
 
 
-async def test_waiting_is_no_failure_and_costs_nothing_of_a_rollouts_time(renderer: ChatRenderer) -> None:
-    async with offering(renderer, outside(), timeout_s=2.0) as run:
+async def test_waiting_is_no_failure_and_costs_nothing_of_a_rollouts_time(
+    renderer: ChatRenderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with offering(renderer, outside(), timeout_s=50.0) as run:
         running = await run.begin()
-        await asyncio.sleep(2.2)
+        await move_clock(monkeypatch, 100.0)
         assert not running.done()
         claimed = await run.claim()
         await run.ask(claimed)
@@ -225,7 +229,8 @@ async def test_waiting_is_no_failure_and_costs_nothing_of_a_rollouts_time(render
         assert (await running).reward is not None
         late = await run.begin()
         await run.claim()
-        with pytest.raises(RolloutTimeout, match=r"its client has not ended it 2 s after claiming it"):
+        await move_clock(monkeypatch, 100.0)
+        with pytest.raises(RolloutTimeout, match=r"its client has not ended it 50 s after claiming it"):
             await late
 
 
@@ -275,16 +280,21 @@ async def test_a_client_that_hung_up_before_it_was_told_leaves_its_rollout_to_th
 
 
 async def test_a_silent_client_loses_its_rollout_and_one_that_waits_for_an_answer_does_not(
-    renderer: ChatRenderer,
+    renderer: ChatRenderer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with offering(renderer, outside(lease_s=1.5), delay_s=2.5) as run:
+    async with offering(renderer, outside(lease_s=60.0), delay_s=100.0) as run:
         silent, patient = await run.begin(0), await run.begin(1)
         lost, kept = await run.claim(), await run.claim()
         answering = asyncio.create_task(run.ask(kept))
-        with pytest.raises(ClientLost, match=r"not heard of for 1\.5 s") as raised:
+        async with asyncio.timeout(30):
+            while not run.generate.calls:  # noqa: ASYNC110 - nobody tells
+                await asyncio.sleep(0.005)
+        await move_clock(monkeypatch, 61.0)
+        with pytest.raises(ClientLost, match=r"not heard of for 60 s") as raised:
             await silent
         assert raised.value.reason == "client_lost"
         assert (await run.ask(lost)).status_code == 410
+        await move_clock(monkeypatch, 45.0)
         assert (await answering).status_code == 200
         await run.report(kept, 1.0)
         assert (await patient).reward is not None

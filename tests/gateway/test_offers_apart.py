@@ -24,6 +24,7 @@ from tailrace.gateway.offers import Offers
 from tailrace.records import Rollout, Task, TaskId
 from tailrace.rollouts import ChatRenderer
 from tests.rollouts.agent_workers.played import Run
+from tests.support.clocks import move_clock
 
 
 @dataclass
@@ -94,17 +95,21 @@ async def test_a_client_claims_from_the_orchestrator_and_asks_the_worker_that_ha
 
 
 async def test_waiting_for_a_client_takes_nothing_of_a_rollouts_time_and_holds_no_worker(
-    renderer: ChatRenderer,
+    renderer: ChatRenderer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with elsewhere(renderer, timeout_s=2.0) as here:
+    async with elsewhere(renderer, timeout_s=50.0) as here:
         running = here.run.begin(name="elsewhere", replies=["yes"])
-        await asyncio.sleep(2.2)
+        async with asyncio.timeout(30):
+            while not here.gateway.offers.waiting:  # noqa: ASYNC110 - a count has no event
+                await asyncio.sleep(0.005)
+        await move_clock(monkeypatch, 100.0)
         assert here.run.agents.flush_figures()[0].rollouts == 0
         await here.play(await here.claim(), 1.0)
         assert (await running).reward is not None
+    async with elsewhere(renderer, timeout_s=1.0) as here:
         late = here.run.begin(name="elsewhere", replies=["yes"])
         await here.claim()
-        with pytest.raises(RolloutTimeout, match=r"its client has not ended it 2 s after claiming it"):
+        with pytest.raises(RolloutTimeout, match=r"its client has not ended it 1 s after claiming it"):
             await late
 
 

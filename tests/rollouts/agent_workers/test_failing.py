@@ -100,13 +100,13 @@ async def test_agents_that_compute_by_turns_may_hold_a_worker_for_longer_togethe
 
 
 async def test_a_worker_that_is_stopped_is_killed_and_replaced(renderer: ChatRenderer) -> None:
-    async with Run(renderer, block_s=0.5) as run:
+    async with Run(renderer, block_s=BLOCK_S) as run:
         run.held.add("agents-0")
         held = run.begin()
         await run.asked["agents-0"].wait()
         (pid,) = run.agents.pids().values()
         os.kill(pid, signal.SIGSTOP)
-        with pytest.raises(WorkerLost, match="agent worker 0 was killed: it said nothing for 3 s"):
+        with pytest.raises(WorkerLost, match="agent worker 0 was killed: it said nothing for 6 s"):
             await held
         assert (await run.rollout()).turns == 2
 
@@ -141,14 +141,14 @@ async def test_a_worker_that_has_played_may_be_killed_again_and_again_while_it_i
 async def test_a_worker_that_is_stopped_while_it_starts_is_killed_and_started_once_more(
     renderer: ChatRenderer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with Run(renderer, block_s=0.5) as run:
+    async with Run(renderer, block_s=BLOCK_S) as run:
         playing = run.begin()
         while not run.agents.pids():  # noqa: ASYNC110  (nothing tells of a process that has begun)
             await asyncio.sleep(0.01)
         (pid,) = run.agents.pids().values()
         os.kill(pid, signal.SIGSTOP)
         assert (await playing).turns == 2
-    assert "agent worker 0 was killed: it said nothing for 3 s, as a process that is stopped" in caplog.text
+    assert "agent worker 0 was killed: it said nothing for 6 s, as a process that is stopped" in caplog.text
 
 
 async def test_an_environment_that_cannot_be_loaded_there_says_why(

@@ -121,7 +121,7 @@ async def test_what_ends_a_process_is_known_and_another_one_takes_its_place(
 
 async def test_a_process_that_is_stopped_is_killed_there(renderer: ChatRenderer, place: HostHere) -> None:
     before = processes()
-    async with Run(renderer, places=[place], block_s=0.5) as run:
+    async with Run(renderer, places=[place], block_s=BLOCK_S) as run:
         run.held.add("agents-0")
         held = run.begin()
         await run.asked["agents-0"].wait()

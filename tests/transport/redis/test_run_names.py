@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import subprocess
 import sys
 from contextlib import AsyncExitStack
@@ -10,6 +11,7 @@ from contextlib import AsyncExitStack
 import pytest
 
 from tailrace.errors import SettingsError, TransportError
+from tailrace.transport.redis import run_names
 from tailrace.transport.redis.channels import RedisChannel, RedisPlace
 from tailrace.transport.redis.connection import RedisConnection
 from tailrace.transport.redis.leases import Attempt, Lease
@@ -55,17 +57,17 @@ async def test_runs_of_other_names_and_prefixes_go_on_beside_it(server: RedisSer
             await stack.enter_async_context(own_run_name(place, "somebody"))
 
 
-async def test_a_name_is_renewed_for_longer_than_its_lease(server: RedisServer) -> None:
+async def test_a_name_is_renewed_again_and_again(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_names, "RENEWALS", 240)  # every 0.25 s, and nobody is late by a minute
     place = start_of(server, "first")
-    connection = RedisConnection(server.url)
-    another, times_renewed = Lease(connection, place.owner_key, "another", 2.0), 0
-    async with asyncio.timeout(PATIENCE_S), own_run_name(place, "somebody", lease_s=2.0):
-        while times_renewed < 6:  # four of which are a lease
-            attempt = await asyncio.to_thread(another.attempt)
-            assert attempt is not Attempt.TAKEN
-            times_renewed += attempt is Attempt.RENEWED
-            await asyncio.sleep(0.02)
-    connection.close()
+    with contextlib.closing(RedisConnection(server.url)) as connection:
+        another = Lease(connection, place.owner_key, "another", 60.0)
+        async with asyncio.timeout(PATIENCE_S), own_run_name(place, "somebody", lease_s=60.0):
+            for _ in range(3):
+                await asyncio.to_thread(ask, server, "PEXPIRE", place.owner_key, "30000")
+                while (attempt := await asyncio.to_thread(another.attempt)) is not Attempt.RENEWED:
+                    assert attempt is Attempt.HELD
+                    await asyncio.sleep(0.02)
 
 
 async def test_a_name_is_given_back_at_the_end_and_on_failure(server: RedisServer) -> None:
