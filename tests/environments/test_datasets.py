@@ -261,6 +261,36 @@ def test_a_dataset_object_is_a_sequence_of_task_rows_and_what_is_none_is_refused
         EnvironmentSpec(name="any", agent=_silent, eval_tasks=rows.to_iterable_dataset())
 
 
+MIXED: list[dict[str, Any]] = [
+    {"answer": 1, "parts": [1, "x"], "info": {"unit": None, "value": 0.5}},
+    {"answer": "x", "parts": [], "info": {"unit": "m", "value": [1]}},
+    {"answer": None, "parts": [{"a": []}], "info": None},
+]
+
+
+@pytest.mark.parametrize("kind", ["parquet", "folder"])
+def test_values_of_several_types_in_a_column_come_back_as_they_are(kind: str, tmp_path: Path) -> None:
+    from datasets import Dataset, Features, Json, List, Value
+
+    types = {"answer": Json(), "parts": List(Json()), "info": {"unit": Value("string"), "value": Json()}}
+    saved = Dataset.from_list(MIXED, features=Features(types))
+    if kind == "parquet":
+        saved.to_parquet(tmp_path / "rows.parquet")
+    else:
+        saved.save_to_disk(tmp_path / "rows")
+    rows = load_rows(tmp_path / ("rows.parquet" if kind == "parquet" else "rows"))
+    assert [rows[index] for index in (2, 0, 1)] == [MIXED[2], MIXED[0], MIXED[1]]
+
+
+def test_a_text_that_is_no_json_in_a_column_of_it_is_named(tmp_path: Path) -> None:
+    arrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    parquet.write_table(arrow.table({"answer": arrow.array(["1", "{"], arrow.json_())}), tmp_path / "rows.parquet")
+    with pytest.raises(DataError, match="row 1 of the data set: its column 'answer' is no JSON"):
+        list(load_rows(tmp_path / "rows.parquet"))
+
+
 def test_a_damaged_parquet_file_is_refused(tmp_path: Path) -> None:
     pytest.importorskip("pyarrow")
     (tmp_path / "rows.parquet").write_bytes(b"PAR1 or not")
@@ -316,6 +346,14 @@ def test_holding_tasks_out_of_a_huge_sequence_fetches_none() -> None:
     train, held_out = hold_out(rows, 100, name="huge")  # type: ignore[arg-type]
     assert (len(train), len(held_out), rows.fetched) == (10**9 - 100, 100, 0)
     assert train[-1]["n"] in {10**9 - 1, 10**9 - 2}
+
+
+def test_the_first_held_out_rows_are_of_the_whole_data_set() -> None:
+    _, held_out = hold_out([{"n": n} for n in range(10_000)], 1_000, name="sorted by difficulty")
+    first = [row["n"] for row in held_out[:64]]
+    assert min(first) < 1_000
+    assert max(first) > 9_000
+    assert 4_000 < sum(first) / 64 < 6_000
 
 
 @given(st.integers(2, 60).flatmap(lambda length: st.tuples(st.just(length), st.integers(0, length - 1))))

@@ -58,6 +58,22 @@ def test_a_row_without_a_required_column_names_task_column_and_what_it_has() -> 
         spec.train_task(0)
 
 
+def test_a_row_needs_what_a_named_reward_takes_without_a_default() -> None:
+    def right(prompts: object, completions: object, answer: object, unit: str = "m", **columns: object) -> list[float]:
+        return [1.0]
+
+    def near(completions: object, trainer_state: object, *, answer: object) -> list[float]:
+        return [1.0]
+
+    rows: list[dict[str, object]] = [{"answer": 2}, {"solution": 2}]
+    for reward in (right, near, listed):
+        spec = EnvironmentSpec(name="sums", agent=agent, train_tasks=rows, rewards={"one": NamedReward(reward)})
+        assert spec.train_task(0)["answer"] == 2
+        if reward is not listed:
+            with pytest.raises(DataError, match=r"task sums/train/1 has no column 'answer', .* columns are: solution"):
+                spec.train_task(1)
+
+
 def test_a_row_that_maps_nothing_is_refused() -> None:
     spec = EnvironmentSpec(name="sums", agent=agent, train_tasks=["1+1"])  # type: ignore[list-item]
     with pytest.raises(DataError, match="task sums/train/0 is a str"):
@@ -117,6 +133,13 @@ async def test_a_single_turn_begins_with_a_text_or_with_the_messages_of_a_conver
         await agent(Task(TaskId("t"), "any", 0, {"prompt": prompt}), policy)
     assert policy.conversations[0] == policy.conversations[1]
     assert [message["role"] for message in policy.conversations[0]] == ["system", "user"]
+
+
+async def test_a_single_turn_has_nothing_to_ask_where_the_column_is_null() -> None:
+    policy = ScriptedPolicy(["a"])
+    with pytest.raises(DataError, match="task t has null in its column 'prompt'"):
+        await single_turn_agent()(Task(TaskId("t"), "any", 0, {"prompt": None}), policy)
+    assert policy.conversations == []
 
 
 async def test_examples_come_before_a_single_turn_as_turns_of_their_own() -> None:

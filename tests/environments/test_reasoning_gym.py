@@ -58,7 +58,7 @@ async def test_the_recipes_examples_come_before_every_question(given: list[str],
 
 
 def test_held_out_questions_are_never_trained_on() -> None:
-    spec = load(dataset="basic_arithmetic", max_terms=2, max_digits=1, size=600, eval_size=20)
+    spec = load(dataset="basic_arithmetic", max_terms=2, max_digits=1, size=1_000, eval_size=20)
     train = {spec.train_task(index)["question"] for index in range(len(spec.train_tasks))}
     assert not train & {spec.eval_task(index)["question"] for index in range(20)}
 
@@ -102,7 +102,7 @@ PARTS = [{"name": "chain_sum", "weight": 2, "config": {}}, {"name": "leg_countin
 
 
 async def test_a_composite_mixes_data_sets_and_each_scores_its_own() -> None:
-    spec = load(dataset="composite", datasets=PARTS, size=120, eval_size=8)
+    spec = load(dataset="composite", datasets=PARTS, size=400, eval_size=8)
     tasks = [spec.train_task(index) for index in range(60)]
     results = [await play(spec, task, [f"<answer>{task['answer']}</answer>"]) for task in tasks]
     assert [result.reward for result in results] == [1.0] * len(tasks)
@@ -121,6 +121,21 @@ async def test_levels_of_a_curriculum_are_mixed_evenly_and_told_apart() -> None:
         length[next(iter(result.metrics.keys() - {"unreadable"}))].append(len(task["question"]))
     assert min(len(one) for one in length.values()) > 15
     assert max(length["level_0"]) < max(length["level_3"])
+
+
+@pytest.mark.parametrize("levels", [[0, 3], [0, 1, 2]])
+def test_held_out_tasks_are_an_even_mix_of_the_levels_and_no_two_are_the_same_entry(levels: list[int]) -> None:
+    spec = load(dataset="chain_sum", levels=levels, size=3_000, eval_size=59)
+    entries = [int(row["source_index"]) for row in spec.eval_tasks]
+    assert len(set(entries)) == len(spec.eval_tasks) == 59
+    assert max(entries) < 3_000
+    assert [index % len(levels) for index in entries] == [place % len(levels) for place in range(59)]
+
+
+def test_there_are_no_more_held_out_tasks_than_the_questions_give() -> None:
+    spec = load(dataset="chain_sum", size=1_000, eval_size=200)
+    entries = [int(row["source_index"]) for row in spec.eval_tasks]
+    assert len(set(entries)) == len(entries) == 20
 
 
 @pytest.mark.parametrize(

@@ -190,6 +190,16 @@ def test_a_data_set_with_other_columns_is_refused_before_the_run_starts(tmp_path
         load_environment(settings)
 
 
+def test_a_data_set_without_a_column_that_a_named_reward_takes_is_refused_before_the_run_starts(
+    own: Callable[..., EnvironmentSettings],
+) -> None:
+    rewards = {"longest": {"function": "tests.support.named_rewards:longest"}}
+    assert len(load_environment(own("agent", data="rows.jsonl", rewards=rewards)).train_tasks) == 3
+    Path("ragged.jsonl").write_text('{"word": "a"}\n{"words": "b"}\n')
+    with pytest.raises(DataError, match=r"task agent/train/1 has no column 'word', .* its columns are: words"):
+        load_environment(own("agent", data="ragged.jsonl", rewards=rewards))
+
+
 def test_holding_out_every_task_is_refused(own: Callable[..., EnvironmentSettings]) -> None:
     with pytest.raises(DataError, match="has 3 tasks and 3 are to be held out"):
         load_environment(own("agent", data="rows.jsonl", eval_tasks=3))

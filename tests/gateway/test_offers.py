@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from tailrace.config.gateway import GatewaySettings
-from tailrace.environments import EnvironmentSpec, Offer, brought_tasks, outside_agent
+from tailrace.environments import EnvironmentSpec, NamedReward, Offer, brought_tasks, outside_agent
 from tailrace.environments.rows import ClientRow
 from tailrace.errors import ClientLost, EnvironmentFailed, InvalidReward, RolloutTimeout, SettingsError
 from tailrace.gateway import Gateway
@@ -31,6 +31,19 @@ TASKS = [{"word": f"word {number}"} for number in range(4)]
 
 def outside(name: str = "shop", *, lease_s: float = 60.0, **more: Any) -> EnvironmentSpec:
     return EnvironmentSpec(name=name, agent=outside_agent(lease_s=lease_s), train_tasks=TASKS, trusted=True, **more)
+
+
+def test_a_task_is_brought_with_what_named_rewards_take() -> None:
+    def right(completions: object, answer: object) -> list[float]:
+        return [1.0]
+
+    rewards = {"right": NamedReward(right)}
+    row = EnvironmentSpec(name="desk", agent=outside_agent(), train_tasks=brought_tasks("word"), rewards=rewards)
+    asked = row.train_task(0).row
+    assert isinstance(asked, ClientRow)
+    assert [asked.missing(brought) for brought in ({"word": 1}, {"answer": 1}, {"word": 1, "answer": 1})] == [
+        *("answer", "word", None)
+    ]
 
 
 def desk(*, lease_s: float = 60.0) -> EnvironmentSpec:

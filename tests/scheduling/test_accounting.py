@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 import time
 from dataclasses import replace
@@ -157,6 +158,18 @@ async def test_rows_that_must_be_generated_are_made_off_the_loop_one_at_a_time()
     assert [(task.index, task["n"]) for task in tasks] == [(key.index, key.index) for key in keys]
     assert threading.get_ident() not in rows.threads
     assert not rows.overlapped
+
+
+def test_a_checkpoint_of_another_number_of_tasks_is_refused_and_one_that_does_not_tell_it_is_not() -> None:
+    stream = TaskStream([TaskSource(environment("a", rows=7))], seed=3)
+    stream.draw()
+    state = drained(stream.state())
+    for rows in (6, 8):
+        with pytest.raises(DataError, match=f"with 7 tasks of the environment 'a', and this run has {rows}: "):
+            TaskStream([TaskSource(environment("a", rows=rows))], seed=3).restore(state)
+    older = json.loads(state)
+    del older["positions"]["a"]["tasks"]
+    TaskStream([TaskSource(environment("a", rows=8))], seed=3).restore(json.dumps(older).encode())
 
 
 def test_a_checkpoint_of_other_environments_is_refused() -> None:

@@ -12,6 +12,7 @@ import pytest
 from tailrace.errors import EngineFailed, RequestRefused
 from tailrace.records import Group, GroupId, Rollout, RolloutId, Task
 from tailrace.scheduling import Evaluation, EvaluationSettings, Evaluator, evaluate
+from tailrace.scheduling.groups import UNSCORED
 from tests.scheduling.world import FAILURES, environment, make_rollout
 
 
@@ -28,6 +29,7 @@ class HeldOut:
         self.results: list[Evaluation] = []
         self.running = self.most_running = 0
         self.group_ids: list[str] = []
+        self.scored: list[str] = []
         self.fate: dict[str, str | Exception] = {}
         self.going = asyncio.Event()
         self.going.set()
@@ -60,13 +62,17 @@ class HeldOut:
             fate = self.fate.get(task.task_id, "")
             if isinstance(fate, Exception):
                 raise fate
-            if fate:
+            if fate and fate != UNSCORED:
                 raise FAILURES[fate]("scripted")
-            return make_rollout(task, group_id, rollout_id, reward=float(task["n"]), version=self.version)
+            rollout = make_rollout(task, group_id, rollout_id, reward=float(task["n"]), version=self.version)
+            if fate == UNSCORED:
+                rollout.reward = None
+            return rollout
         finally:
             self.running -= 1
 
     async def score(self, group: Group) -> list[Group]:
+        self.scored.append(group.task.task_id)
         return [group]
 
     async def wait_installed(self, version: int) -> None:
@@ -92,6 +98,22 @@ async def test_results_are_told_by_environment_and_lost_rollouts_counted() -> No
     assert results["a"].failed == {"timeout": 1}
     assert results["b"].failed == {"request_refused": 1}
     assert results["b"].mean_reward == 1.5
+
+
+async def test_what_is_kept_without_a_reward_is_counted() -> None:
+    held_out = HeldOut()
+    held_out.fate = {"a/train/1": UNSCORED}
+    results = await evaluate(held_out.tasks, held_out, concurrency=2)
+    assert (results["a"].rewards, results["a"].failed) == ([0.0, 2.0], {UNSCORED: 1})
+    assert len(results["a"].rollouts) == 3
+    assert results["b"].failed == {}
+
+
+async def test_only_a_rollout_without_a_reward_of_its_own_is_scored_as_a_group() -> None:
+    held_out = HeldOut()
+    held_out.fate = {"a/train/1": UNSCORED, "a/train/2": "timeout"}
+    await evaluate(held_out.tasks, held_out, concurrency=2)
+    assert held_out.scored == ["a/train/1"]
 
 
 async def test_an_environment_whose_rollouts_are_all_lost_has_no_reward() -> None:

@@ -40,12 +40,14 @@ def call(mode: str, number: int, word: str) -> None:
         if mode == "hangs-once":
             Path("hung").touch()
         time.sleep(600)
+    if mode == "hangs-at-times" and word == "hang":
+        return
     if mode == "endless":
         while True:
             sys.stdout.write("x" * 65536)
     if mode == "nonsense":
         say({"id": number, "result": {"content": "nothing"}})
-    elif mode == "protocol-error":
+    elif mode == "protocol-error" or word == "err":
         say({"id": number, "error": {"code": -32602, "message": "no such word"}})
     else:
         say({"id": number, "result": content(mode, word)})

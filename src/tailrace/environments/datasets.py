@@ -53,7 +53,8 @@ def first_rows(rows: Sequence[Row], count: int) -> Sequence[Row]:
 def hold_out(rows: Sequence[Row], count: int, *, name: str) -> tuple[Sequence[Row], Sequence[Row]]:
     """Split into training rows and `count` held-out ones: the same rows each time, spread over the whole, none in both.
 
-    Raises `DataError` where nothing would be left to train on.
+    Held-out rows are in an order of chance, so that the first few of them are spread as well. Raises `DataError` where
+    nothing would be left to train on.
 
     >>> train, held_out = hold_out([{"n": n} for n in range(10)], 3, name="digits")
     >>> len(train), len(held_out), {row["n"] for row in train} & {row["n"] for row in held_out}
@@ -64,7 +65,7 @@ def hold_out(rows: Sequence[Row], count: int, *, name: str) -> tuple[Sequence[Ro
             f"environment {name!r} has {len(rows)} tasks and {count} are to be held out, which leaves none to train "
             "on; lower environment.eval_tasks or give environment.eval_data"
         )
-    chosen = sorted(random.Random(_HELD_OUT_SEED).sample(range(len(rows)), count))
+    chosen = random.Random(_HELD_OUT_SEED).sample(range(len(rows)), count)
     return RowView(rows, AllBut(len(rows), chosen)), RowView(rows, chosen)
 
 

@@ -195,13 +195,41 @@ class ArrowRows(LazyRows):
 
     def __init__(self, table: Any) -> None:
         self._table = table
+        self._json = {field.name: field.type for field in table.schema if _holds_json(field.type)}
+        """Types of the columns that hold texts of JSON: `Json` of `datasets`, for values of several types."""
 
     def __len__(self) -> int:
         return int(self._table.num_rows)
 
     def _row(self, position: int) -> Row:
         rows: list[dict[str, Json]] = self._table.slice(position, 1).to_pylist()
-        return rows[0]
+        row = rows[0]
+        for name, kind in self._json.items():
+            try:
+                row[name] = _decoded(row[name], kind)
+            except (msgspec.DecodeError, RecursionError) as error:
+                raise DataError(f"row {position} of the data set: its column {name!r} is no JSON ({error})") from error
+        return row
+
+
+def _is_json(kind: Any) -> bool:
+    return getattr(kind, "extension_name", None) == "arrow.json"
+
+
+def _holds_json(kind: Any) -> bool:
+    """Whether values of an Arrow type are texts of JSON, or hold some."""
+    return _is_json(kind) or any(_holds_json(kind.field(number).type) for number in range(kind.num_fields))
+
+
+def _decoded(value: Any, kind: Any) -> Json:
+    """A value of that Arrow type, its texts of JSON decoded."""
+    if _is_json(kind):
+        return None if value is None else msgspec.json.decode(value)
+    if isinstance(value, dict):
+        return {name: _decoded(part, kind.field(name).type) for name, part in value.items()}
+    if isinstance(value, list):
+        return [_decoded(part, kind.field(0).type) for part in value]
+    return value
 
 
 def open_parquet(path: Path) -> ArrowRows:

@@ -61,6 +61,11 @@ class NamedReward:
     together: bool = False
     """Called once with all rollouts of a group, when the last one ended; otherwise with each when that one ended."""
 
+    @property
+    def required_columns(self) -> tuple[str, ...]:
+        """Columns that every row must have: parameters without a default, but for those that are no columns."""
+        return _required_columns(self.function)
+
     def call(
         self,
         tasks: Sequence[Task],
@@ -129,3 +134,14 @@ def _accepted(function: RewardsFunction) -> frozenset[str] | None:
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return None
     return frozenset(parameter.name for parameter in parameters)
+
+
+@cache
+def _required_columns(function: RewardsFunction) -> tuple[str, ...]:
+    return tuple(
+        parameter.name
+        for parameter in inspect.signature(function).parameters.values()
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        and parameter.default is parameter.empty
+        and parameter.name not in (*_NOT_COLUMNS, "environments")
+    )

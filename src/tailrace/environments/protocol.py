@@ -20,6 +20,7 @@ from tailrace.environments.named_rewards import NamedReward
 from tailrace.environments.outside import Offer
 from tailrace.environments.programs import CommandAgent
 from tailrace.environments.results import AgentResult
+from tailrace.environments.rows import ClientRow
 from tailrace.errors import DataError, EnvironmentFailed, SettingsError
 from tailrace.records import Group, Json, Message, Reply, Reward, Task, TaskId, ToolSpec
 
@@ -247,7 +248,7 @@ class EnvironmentSpec:
     """Offered to the policy at every turn of a reset/step environment. An agent passes its own to `chat`."""
     required_columns: tuple[str, ...] = ()
     """Columns that every task row must have; checked before a rollout starts. Beside those that its agent has as an
-    attribute of this name."""
+    attribute of this name, and those that its named rewards take."""
     columns: tuple[str, ...] = ()
     """Attributes of a reset/step environment to save beside each rollout. An agent uses `AgentResult.info`."""
     info_keys: tuple[str, ...] | None = None
@@ -319,9 +320,10 @@ class EnvironmentSpec:
 
     @property
     def all_required_columns(self) -> tuple[str, ...]:
-        """With those of its agent."""
+        """With those of its agent and of its named rewards."""
         of_agent: tuple[str, ...] = getattr(self.agent, "required_columns", ())
-        return (*self.required_columns, *of_agent)
+        of_rewards = (column for reward in self.rewards.values() for column in reward.required_columns)
+        return (*self.required_columns, *of_agent, *of_rewards)
 
     def train_task(self, index: int, *, seed: int = 0) -> Task:
         """The task of a training row. Raises `DataError` for a row without a required column."""
@@ -339,8 +341,9 @@ class EnvironmentSpec:
         row = rows[index]
         if not isinstance(row, Mapping):
             raise DataError(f"task {task_id} is a {type(row).__name__}; a task row maps column names to values")
-        missing = [column for column in self.all_required_columns if column not in row]
-        if missing:
+        if isinstance(row, ClientRow):
+            row.require(self.all_required_columns)
+        elif missing := [column for column in self.all_required_columns if column not in row]:
             have = ", ".join(sorted(row)) or "none"
             raise DataError(
                 f"task {task_id} has no column {missing[0]!r}, which environment {self.name!r} needs; "

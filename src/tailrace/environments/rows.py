@@ -71,6 +71,10 @@ class ClientRow(dict[str, Json]):
         self._columns = columns
         self.is_filled = False
 
+    def require(self, columns: Collection[str]) -> None:
+        """It must be brought with these as well."""
+        self._columns = (*self._columns, *columns)
+
     def missing(self, row: Row) -> str | None:
         """A column that `row` lacks."""
         return next((column for column in self._columns if column not in row), None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tailrace.environments.protocol import Agent, Policy
+from tailrace.errors import DataError
 from tailrace.records import Message, Task
 
 
@@ -27,10 +28,15 @@ def single_turn_agent(
 def opening_of(
     task: Task, *, prompt: str, system_prompt: str | None, few_shot: Sequence[tuple[str, str]] = ()
 ) -> list[Message]:
-    """A conversation up to the first reply: the system prompt, if any, examples, and the task's column `prompt`."""
+    """A conversation up to the first reply: the system prompt, if any, examples, and the task's column `prompt`.
+
+    Raises `DataError` where that is null.
+    """
     messages: list[Message] = [{"role": "system", "content": system_prompt}] if system_prompt else []
     for question, answer in few_shot:
         messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
     asked = task[prompt]
+    if asked is None:
+        raise DataError(f"task {task.task_id} has null in its column {prompt!r}, which opens the conversation")
     messages += asked if isinstance(asked, list) else [{"role": "user", "content": str(asked)}]
     return messages

@@ -95,7 +95,7 @@ _ROWS = (
     ("eval/{environment}/reward/mean", "1", _MEAN, "Reward of held-out tasks, each run once; lost ones left out."),
     ("eval/{environment}/reward/standard_error", "1", _LAST, "Of that mean."),
     ("eval/{environment}/tasks", "tasks", _LAST, "Held-out tasks that were scored."),
-    ("eval/{environment}/failed", "rollouts", _LAST, "Held-out tasks whose rollout was lost."),
+    ("eval/{environment}/failed", "rollouts", _LAST, "Held-out tasks whose rollout was lost or has no reward."),
     ("eval/{environment}/policy_version/min", "versions", _LAST, "Oldest version that sampled a token of it."),
     ("eval/{environment}/policy_version/max", "versions", _LAST, "Newest version that sampled a token of it."),
     ("eval/{environment}/completion_tokens", "tokens", _MEAN, "Tokens of its rollouts that the policy sampled."),

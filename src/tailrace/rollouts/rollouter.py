@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from copy import copy
 from functools import partial
@@ -20,7 +21,7 @@ from tailrace.rollouts.chat.rendering import ChatRenderer, Renderer, RendererSou
 from tailrace.rollouts.deadline import Attempts, rollout_deadline
 from tailrace.rollouts.endpoints import Endpoints, no_endpoints
 from tailrace.rollouts.environment import LoadedEnvironment
-from tailrace.rollouts.error_budget import ErrorTally
+from tailrace.rollouts.error_budget import ErrorBudget, ErrorTally
 from tailrace.rollouts.own_columns import require_own_column
 from tailrace.rollouts.playing import RolloutPlayer, leave_out_empty_branches
 from tailrace.rollouts.policy import RolloutPolicy
@@ -30,6 +31,8 @@ from tailrace.rollouts.scoring.scorer import ScoreRollout
 from tailrace.rollouts.settings import RolloutSettings
 from tailrace.rollouts.workers.pool import WorkerPool
 from tailrace.tracing.phases import phase
+
+_logger = logging.getLogger(__name__)
 
 
 class Rollouter:
@@ -91,6 +94,8 @@ class Rollouter:
         self._scorer = Scorer(concurrency=settings.score_concurrency, errors=settings.score_errors)
         self._evaluation_seed: int | None = None
         self._greedy = False
+        self._scored_alone = set[str]()
+        """Environments of which it was told that their held-out rollouts are scored as groups of one."""
         self._on_lost: Callable[[Rollout], None] | None = None
         self._on_ended: Callable[[RolloutId], None] | None = None
 
@@ -111,11 +116,14 @@ class Rollouter:
         """This rollouter for one of its users: workers, judges and error budgets are shared.
 
         With an `evaluation_seed` rollouts are sampled as an evaluation asks, reproducibly, or, where `greedy`, without
-        chance. `on_lost` gets rollouts that fail or are cancelled, with the tokens of the turns they finished;
-        `on_ended` all whose agent has returned.
+        chance, and failures count against no budget: the evaluation's result tells of them. `on_lost` gets rollouts
+        that fail or are cancelled, with the tokens of the turns they finished; `on_ended` all whose agent has returned.
         """
         other = copy(self)
         other._evaluation_seed, other._greedy = evaluation_seed, greedy
+        if evaluation_seed is not None:
+            other._failures = ErrorTally(ErrorBudget(), "rollouts", "rollouts.rollout_errors")
+            other._scorer = self._scorer.without_limits()
         other._on_lost, other._on_ended = on_lost, on_ended
         return other
 
@@ -229,7 +237,8 @@ class Rollouter:
         """Score a complete group by what its environment has for whole groups; see `Scorer.score_group`.
 
         Named functions for whole groups come first, then `score_group` or the judge, which see their rewards. The time
-        limit counts from where a slot among `rollouts.score_concurrency` is free.
+        limit counts from where a slot among `rollouts.score_concurrency` is free. In an evaluation the group is a
+        single rollout without a reward of its own, which stays without one where the environment needs whole groups.
 
         Raises `RolloutError` for the whole group.
         """
@@ -237,6 +246,10 @@ class Rollouter:
         stages = self._group_stages(environment, await self._workers_of(environment))
         if not stages:
             return await self._scorer.score_group(group)
+        if self._evaluation_seed is not None:
+            self._tell_of_scoring_alone(environment.spec)
+            if environment.spec.needs_whole_group:
+                return []
         limit_s = environment.score_timeout_s
 
         async def limited(work: Coroutine[Any, Any, object]) -> object:
@@ -249,6 +262,17 @@ class Rollouter:
 
         with phase("score_group", track="groups", about={"group": group.group_id}):
             return await self._scorer.score_group(group, stages, deadline=deadline)
+
+    def _tell_of_scoring_alone(self, spec: EnvironmentSpec) -> None:
+        if spec.name not in self._scored_alone:
+            self._scored_alone.add(spec.name)
+            _logger.warning(
+                "environment %r gives held-out rollouts no reward of their own, and each task is played once: %s",
+                spec.name,
+                "it needs whole groups, so that they stay without a reward"
+                if spec.needs_whole_group
+                else "what scores groups sees a single rollout, so that what it compares says nothing there",
+            )
 
     async def _play(self, rollout: Rollout, environment: LoadedEnvironment) -> None:
         """Play a rollout where its environment belongs, then score it, within one limit."""

@@ -22,13 +22,13 @@ import numpy as np
 
 from tailrace.errors import RequestRefused, RolloutError
 from tailrace.records import Group, GroupId, Rollout, RolloutId, Task
-from tailrace.scheduling.groups import GroupRunner
+from tailrace.scheduling.groups import UNSCORED, GroupRunner
 from tailrace.scheduling.settings import EvaluationSettings
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EvaluationResult:
-    """One environment's scored rollouts in task order, and how many were lost, by reason."""
+    """One environment's rollouts in task order, and how many were lost or kept without a reward, by reason."""
 
     rollouts: list[Rollout]
     failed: dict[str, int]
@@ -109,7 +109,9 @@ class _Walk:
     async def _measure(self, task: Task, number: int) -> None:
         tally = self._tallies.setdefault(task.environment, _Tally())
         try:
-            tally.finished[number] = await self._run_one(task, number)
+            tally.finished[number] = rollout = await self._run_one(task, number)
+            if rollout.reward is None:
+                tally.failed[UNSCORED] += 1
         except RolloutError as error:
             tally.failed[error.reason] += 1
         except RequestRefused:
@@ -120,7 +122,8 @@ class _Walk:
     async def _run_one(self, task: Task, number: int) -> Rollout:
         group_id = GroupId(f"{self._name}/{task.task_id}#{number}")
         rollout = await self._play(task, group_id)
-        await self._runner.score(Group(group_id=group_id, task=task, rollouts=[rollout]))
+        if rollout.reward is None:  # else what scores groups, which compares rollouts, has nothing to say of one
+            await self._runner.score(Group(group_id=group_id, task=task, rollouts=[rollout]))
         return rollout
 
     async def _play(self, task: Task, group_id: GroupId) -> Rollout:

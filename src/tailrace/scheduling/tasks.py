@@ -39,6 +39,8 @@ class Position(msgspec.Struct, frozen=True):
 
     epoch: Count
     drawn: Count
+    tasks: Count | None = None
+    """The data set's length, by which its held-out tasks and the order of an epoch are drawn; None: not known."""
 
 
 class TaskStreamState(msgspec.Struct, frozen=True):
@@ -179,7 +181,10 @@ class TaskStream:
 
         Yields now and then; the state is the one at the first slice.
         """
-        positions = {name: Position(source.epoch, source.drawn) for name, source in self._sources.items()}
+        positions = {
+            name: Position(source.epoch, source.drawn, len(source.spec.train_tasks))
+            for name, source in self._sources.items()
+        }
         mix = msgspec.Raw(msgspec.json.encode(self._mix.state()))
         keys = iter([*self._outstanding, *(key for key in self._again if key not in self._outstanding)])
         parts = []
@@ -198,6 +203,13 @@ class TaskStream:
                 f"the checkpoint was trained on the environments {sorted(decoded.positions)}, "
                 f"this run has {sorted(self._sources)}: resume with the same environments"
             )
+        for name, position in decoded.positions.items():
+            now = len(self._sources[name].spec.train_tasks)
+            if position.tasks not in (None, now):
+                raise DataError(
+                    f"the checkpoint was trained with {position.tasks} tasks of the environment {name!r}, and this run "
+                    f"has {now}: others would be held out, and the epoch shuffled anew. Resume with the same data"
+                )
         drawn = [(name, position.drawn - 1) for name, position in decoded.positions.items()]
         for name, index in [*drawn, *((key.environment, key.index) for key in decoded.outstanding)]:
             if name not in self._sources or index >= len(self._sources[name].spec.train_tasks):

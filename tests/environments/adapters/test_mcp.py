@@ -26,7 +26,7 @@ from tailrace.environments import (
     load_environment,
     mcp_agent,
 )
-from tailrace.errors import EnvironmentFailed, SettingsError
+from tailrace.errors import EnvironmentFailed, SettingsError, ToolError
 from tailrace.free_ports import free_port
 from tailrace.records import TaskId
 from tailrace.rollouts import ChatRenderer
@@ -208,6 +208,20 @@ async def test_a_shared_server_that_was_lost_is_started_again(tmp_path: Path) ->
         await ask(server)
     assert told(await ask(server)) == "HUSH"
     await server.close()
+
+
+async def test_a_call_without_an_answer_costs_its_own_rollout_and_none_that_shares_the_server() -> None:
+    server = small("hangs-at-times", shared=True, call_timeout_s=0.5)
+    async with server.tools() as tools:
+        with pytest.raises(EnvironmentFailed, match="did not answer"):
+            await ask(server, calls("shout", {"word": "hang"}), "Done.")
+        with pytest.raises(ToolError, match="no such word"):
+            await tools.functions["shout"](word="err")
+        assert await tools.functions["shout"](word="hush") == "HUSH"
+        assert told(await ask(server)) == "HUSH"
+        assert len(running("hangs-at-times")) == 2  # the next rollout got another one
+    await server.close()
+    assert not running("hangs-at-times")
 
 
 async def test_a_cancelled_rollout_takes_its_server_along() -> None:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tailrace.environments import EnvironmentSettings, load_environment, trl_environment
-from tailrace.errors import EnvironmentFailed, RolloutTimeout, SettingsError
+from tailrace.environments import EnvironmentSettings, NamedReward, load_environment, trl_environment
+from tailrace.errors import DataError, EnvironmentFailed, RolloutTimeout, SettingsError
 from tailrace.rollouts import ChatRenderer, RolloutSettings
 from tests.environments.adapters.playing import call, play
 from tests.support import trl_environments as classes
@@ -131,6 +131,10 @@ async def test_an_image_costs_its_rollout_and_says_why() -> None:
         (lambda: trl_environment(classes.IncrementEnv, train_tasks=[{"image": "x"}]), "column 'image'"),
         (lambda: trl_environment(classes.IncrementEnv, rewards=[classes.brief, classes.brief]), "the same name"),
         (lambda: trl_environment(classes.Scoreless, rewards=[classes.given_state]), "completion_ids"),
+        (
+            lambda: trl_environment(classes.Scoreless, rewards={"one": NamedReward(classes.said_so, together=True)}),
+            "looks at `environments`, .*: leave `together` out",
+        ),
         (lambda: load_environment(EnvironmentSettings(name=f"{HOME}:Scoreless")), "nothing scores it"),
         (lambda: load_environment(EnvironmentSettings(name=f"{HOME}:IncrementEnv", args={"b": 1})), "args.b"),
     ],
@@ -138,6 +142,15 @@ async def test_an_image_costs_its_rollout_and_says_why() -> None:
 def test_what_cannot_be_done_is_told_when_it_is_loaded(make: Callable[[], object], says: str) -> None:
     with pytest.raises(SettingsError, match=says):
         make()
+
+
+def test_a_column_that_a_function_beside_the_environment_takes_is_one_that_every_row_needs() -> None:
+    def said(environments: list[Any], word: list[str]) -> list[float]:
+        return [0.0]
+
+    spec = trl_environment(classes.Scoreless, train_tasks=[{"prompt": "Say it."}], rewards=[said])
+    with pytest.raises(DataError, match=r"no column 'word', .*its columns are: prompt"):
+        spec.train_task(0)
 
 
 def test_a_function_of_the_settings_cannot_look_at_environments() -> None:

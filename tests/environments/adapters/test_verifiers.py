@@ -90,11 +90,14 @@ async def test_what_the_policy_cannot_do_is_refused_by_name(wish: dict[str, Any]
         await play_here(spec, spec.train_task(0), ["5"])
 
 
-limited = wishing(sampling_args={"max_tokens": 3, "temperature": 0.5, "n": 1})
+OWN_SAMPLING = {"max_tokens": 3, "temperature": 0.5, "n": 1}
+limited = wishing(sampling_args=OWN_SAMPLING)
+made_limited = verifiers_environment(gym.adding(sampling_args=OWN_SAMPLING), name="made_limited")
 
 
-async def test_its_own_limits_hold(renderer: ChatRenderer) -> None:
-    played = await play(renderer, EnvironmentSettings(name=f"{HERE}:limited"), ["5 and much more than that"])
+@pytest.mark.parametrize("name", ["limited", "made_limited"])
+async def test_its_own_limits_hold(renderer: ChatRenderer, name: str) -> None:
+    played = await play(renderer, EnvironmentSettings(name=f"{HERE}:{name}"), ["5 and much more than that"])
     (branch,) = played.rollout.branches
     assert (branch.num_completion_tokens, branch.temperature) == (3, 0.5)
     assert played.rollout.truncated
@@ -117,6 +120,12 @@ def with_images() -> Any:
     return gym.adding(dataset=gym.Dataset.from_list(rows))
 
 
+def group_of(**changes: Any) -> Any:
+    """An environment in a group inside a group."""
+    inner = vf.EnvGroup(envs=[gym.adding(), gym.adding(**changes)], env_names=["one", "two"])
+    return vf.EnvGroup(envs=[inner], env_names=["inner"])
+
+
 async def together(completions: list[Any]) -> list[float]:
     return [0.0 for _ in completions]
 
@@ -127,6 +136,8 @@ async def together(completions: list[Any]) -> list[float]:
         (lambda: verifiers_environment("chain_sum"), "is a str, no verifiers.Environment"),
         (lambda: verifiers_environment(gym.adding(score_rollouts=False)), "score_rollouts = False"),
         (lambda: verifiers_environment(gym.adding(rubric=vf.Rubric(funcs=[together]))), "rollouts of a group together"),
+        (lambda: verifiers_environment(group_of(rubric=vf.Rubric(funcs=[together]))), "rollouts of a group together"),
+        (lambda: verifiers_environment(gym.adding(sampling_args={"top_p": 0.9})), r"samples with top_p = 0\.9"),
         (lambda: verifiers_environment(with_images()), "content of type 'image_url'"),
         (
             lambda: verifiers_environment(gym.simulated(gym.Simulated), name="chat"),

@@ -22,6 +22,7 @@ from tailrace.errors import (
 from tailrace.records import Group, GroupId, Reward, Rollout, RolloutId, SamplingParams, Task
 from tailrace.rollouts import ChatRenderer, Rollouter, RolloutSettings
 from tailrace.rollouts.scoring import EndpointScorer, Teacher, TeacherPlan
+from tailrace.scheduling import EvaluationResult, evaluate
 from tailrace.simulation.virtual_time import run_in_virtual_time
 from tests.scheduling.world import make_rollout
 from tests.support.loaded import loaded
@@ -293,3 +294,69 @@ async def test_results_for_a_group_replace_the_rewards_and_keep_what_came_with_t
     rewards = {name: group.rollouts[0].reward for name, group in groups.items()}
     assert rewards["rank"] == Reward(2.0, {"own": 0.5, "rank": 1.0}, {"why": "brief"})
     assert [rewards[name] for name in ("abstain", "too_many", "endless")] == [Reward(0.5, {"own": 0.5})] * 3
+
+
+async def measured(rollouts: Rollouter, spec: EnvironmentSpec) -> dict[str, EvaluationResult]:
+    return await evaluate([spec.train_task(0)] * 2, rollouts.runner(evaluation_seed=0), concurrency=1)
+
+
+async def silent(task: Task, policy: Policy) -> None:
+    await ask(task, policy)
+
+
+async def centre(group: Group) -> Group:
+    mean = sum(group.rewards) / len(group.rewards)
+    for rollout in group.rollouts:
+        rollout.reward = Reward(group.rewards[0] - mean)
+    return group
+
+
+async def test_an_evaluation_measures_what_rollouts_earn_and_not_how_they_compare(
+    renderer: ChatRenderer, caplog: pytest.LogCaptureFixture
+) -> None:
+    spec = spec_of(score_group=centre)
+    async with rollouter(renderer, spec) as rollouts:
+        assert (await measured(rollouts, spec))["own"].rewards == [1.0, 1.0]
+    assert "played once" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("needs_whole_group", "found", "told"),
+    [
+        (False, ([3.0, 3.0], {}), "each task is played once: what scores groups sees a single rollout"),
+        (True, ([], {"unscored": 2}), "each task is played once: it needs whole groups, so that they stay without a"),
+    ],
+)
+async def test_an_evaluation_of_rollouts_without_a_reward_says_that_each_is_scored_alone(
+    renderer: ChatRenderer,
+    caplog: pytest.LogCaptureFixture,
+    needs_whole_group: bool,
+    found: tuple[list[float], dict[str, int]],
+    told: str,
+) -> None:
+    async def rank(group: Group) -> list[AgentResult]:
+        return [AgentResult(3.0) for _ in group.rollouts]
+
+    spec = spec_of(silent, score_group=rank, needs_whole_group=needs_whole_group)
+    async with rollouter(renderer, spec) as rollouts:
+        result = (await measured(rollouts, spec))["own"]
+    assert (result.rewards, result.failed) == found
+    assert [told in record.message for record in caplog.records if "played once" in record.message] == [True]
+
+
+@pytest.mark.parametrize(
+    "failing",
+    [{"agent": broken}, {"reward": outage}, {"agent": silent, "score_group": centre}],
+    ids=["playing", "own reward", "group"],
+)
+async def test_what_fails_in_an_evaluation_is_told_and_ends_nothing(
+    renderer: ChatRenderer, failing: dict[str, object]
+) -> None:
+    spec = spec_of(**failing)  # type: ignore[arg-type]
+    raising = {"rollout_errors": {"on_error": "raise"}, "score_errors": {"on_error": "raise"}}
+    async with rollouter(renderer, spec, **raising) as rollouts:
+        result = (await measured(rollouts, spec))["own"]
+        assert (result.rewards, sum(result.failed.values())) == ([], 2)
+        if "score_group" not in failing:
+            with pytest.raises(ErrorBudgetSpent, match=r"1 of 1 (rollouts|rewards) failed"):
+                await run(rollouts, spec)

@@ -319,8 +319,9 @@ async def test_what_an_environment_reports_is_kept_where_a_group_gives_the_rewar
     assert (rollout.metrics["steps"], rollout.metadata) == (1.0, {"seen": "yes"})
 
 
+@pytest.mark.parametrize("together", [False, True], ids=["alone", "together"])
 async def test_a_reward_of_the_agents_own_that_named_ones_replace_is_told_of_once(
-    renderer: ChatRenderer, caplog: pytest.LogCaptureFixture
+    renderer: ChatRenderer, caplog: pytest.LogCaptureFixture, together: bool
 ) -> None:
     async def agent(task: Task, policy: Policy) -> float:
         await policy.chat([{"role": "user", "content": "go"}])
@@ -329,13 +330,14 @@ async def test_a_reward_of_the_agents_own_that_named_ones_replace_is_told_of_onc
     async def one(prompts: object, completions: list[object], **columns: object) -> list[float]:
         return [1.0] * len(completions)
 
-    spec = EnvironmentSpec(name="own", agent=agent, train_tasks=[{"word": "fine"}], rewards={"one": NamedReward(one)})
+    rewards = {"one": NamedReward(one, together=together)}
+    spec = EnvironmentSpec(name="own", agent=agent, train_tasks=[{"word": "fine"}], rewards=rewards)
     generate = ScriptedGenerate(renderer.tokenizer, ["yes"])
     async with Rollouter(RolloutSettings(), loaded(spec), renderer=renderer, generate=generate) as rollouter:
         for number in range(2):
             name = RolloutId(f"r{number}")
             rollout = await rollouter.run(spec.train_task(0), rollout_id=name, group_id=GroupId("g0"))
-            assert rollout.reward == Reward(1.0, {"one": 1.0})
+            assert rollout.reward == (None if together else Reward(1.0, {"one": 1.0}))
     assert [one.message for one in caplog.records if "not used" in one.message] == [
         "environment 'own' reports rewards of its own, which are not used: the weighted sum of one takes their place"
     ]

@@ -144,7 +144,8 @@ class _Connection:
         self._transport: StdioTransport | None = None
         self._client: Client | None = None
         self._listed: asyncio.Future[list[ToolSpec]] = asyncio.get_running_loop().create_future()
-        self._is_lost = False
+        self._is_doubtful = False
+        """A call met no answer, or garbage: those who use it may go on, and no other rollout is given it."""
         self._holder = asyncio.create_task(self._hold())
 
     @classmethod
@@ -168,7 +169,7 @@ class _Connection:
     @property
     def is_usable(self) -> bool:
         """Whether another rollout may use it."""
-        return not (self._is_lost or self._closing.is_set() or self._holder.done())
+        return not (self._is_doubtful or self._closing.is_set() or self._has_ended)
 
     async def close(self) -> None:
         """End the server, and wait until it has ended."""
@@ -188,7 +189,6 @@ class _Connection:
                 self._listed.set_result(await self._list(client))
                 await self._closing.wait()
         except Exception as error:  # noqa: BLE001  it is raised where the server is waited for
-            self._is_lost = True
             if not self._listed.done():
                 known = error if isinstance(error, EnvironmentFailed) else self._failed(_said(error))
                 self._listed.set_exception(known)
@@ -241,7 +241,7 @@ class _Connection:
             async with asyncio.timeout(limit_s):
                 result = await self._client.call_tool(name, arguments)
         except TimeoutError:
-            self._is_lost = True
+            self._is_doubtful = True
             raise self._failed(f"did not answer a call of {name} within {limit_s:g} s") from None
         except MCPError as error:
             if self._has_ended:
@@ -250,7 +250,7 @@ class _Connection:
                 raise self._failed(f"was lost in a call of {name}") from error
             raise ToolError(error.message) from error
         except Exception as error:
-            self._is_lost = True
+            self._is_doubtful = True
             raise self._failed(f"failed in a call of {name}: {_said(error)}") from error
         content = self._text(name, result)
         if result.is_error:
@@ -259,10 +259,8 @@ class _Connection:
 
     @property
     def _has_ended(self) -> bool:
-        """Whether it is lost; a process tells of its end a moment after its output ends."""
-        if self._transport is not None and not self._transport.is_open:
-            self._is_lost = True
-        return self._is_lost or self._holder.done()
+        """A process tells of its end a moment after its output ends."""
+        return self._holder.done() or (self._transport is not None and not self._transport.is_open)
 
     def _text(self, name: str, result: CallToolResult) -> str:
         parts = [self._block_text(name, block) for block in result.content]

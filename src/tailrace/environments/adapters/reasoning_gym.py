@@ -31,6 +31,8 @@ from tailrace.errors import SettingsError
 from tailrace.records import Json, Message, Task
 
 _COMPOSITE = "composite"
+_PROBES = 50
+"""Questions that are looked at for one on the wanted side: one in four is held out."""
 
 _import = partial(import_extra, extra="reasoning-gym", what="the environment reasoning-gym")
 
@@ -52,8 +54,8 @@ def reasoning_gym(
     them. With either the score is reported by data set or level as well. `system_prompt` is the name of one of
     reasoning-gym's, a text of your own, or None; `few_shot` are questions and answers that stand before every question,
     of which a small model learns the form of an answer. `size` counts all questions that the data set generates,
-    `eval_size` the held-out tasks; a question's text decides whether it is held out, so no seed brings one into
-    training. `config` holds fields of the data set's own configuration.
+    `eval_size` the held-out tasks, at most one for 50 of those; a question's text decides whether it is held out, so no
+    seed brings one into training. `config` holds fields of the data set's own configuration.
 
     Raises `SettingsError` where reasoning-gym is not installed or has no such data set, field or level.
     """
@@ -65,7 +67,7 @@ def reasoning_gym(
         name=f"reasoning-gym-{dataset}",
         description=f"The data set {dataset} of reasoning-gym, scored by it.",
         train_tasks=ReasoningGymRows(source, size=size, num_rows=size, held_out=False),
-        eval_tasks=ReasoningGymRows(source, size=size, num_rows=min(eval_size, size), held_out=True),
+        eval_tasks=ReasoningGymRows(source, size=size, num_rows=min(eval_size, size // _PROBES), held_out=True),
         agent=single_turn_agent(
             prompt="question",
             system_prompt=None if system_prompt is None else prompts.get(system_prompt, system_prompt),
@@ -79,6 +81,8 @@ def reasoning_gym(
 
 class ReasoningGymDataset:
     """A data set whose configuration is checked at once and whose questions are generated when they are read."""
+
+    num_levels = 1
 
     def __init__(self, name: str, config: Mapping[str, Json], *, level: int | None = None) -> None:
         self._name, self._level = name, level
@@ -135,6 +139,7 @@ class ReasoningGymLevels:
         if not levels or len(set(levels)) < len(levels):
             raise SettingsError(f"environment.args.levels = {list(levels)}: name one or more, each once")
         self._parts = [ReasoningGymDataset(name, config, level=level) for level in levels]
+        self.num_levels = len(levels)
 
     def row(self, index: int) -> dict[str, Json]:
         """A question as a task row."""
@@ -152,7 +157,8 @@ class ReasoningGymLevels:
 class ReasoningGymRows(LazyRows):
     """Training or held-out rows of a data set, probing its questions until one is on the wanted side.
 
-    Held-out row i looks only at its own stripe of indices, so that no two are the same entry.
+    A held-out row looks at indices of its own alone, so that no two are the same entry, and at one level of them, which
+    take turns.
     """
 
     def __init__(
@@ -167,16 +173,25 @@ class ReasoningGymRows(LazyRows):
         return self._num_rows
 
     def _row(self, position: int) -> Row:
-        stripe = self._size // self._num_rows
-        probes = min(self._size, max(stripe, 50))
-        for probe in range(probes):
-            row = self._source.row((position * stripe + probe) % self._size)
+        indices = self._held_out_indices(position) if self._held_out else self._training_indices(position)
+        for index in indices:
+            row = self._source.row(index)
             if is_held_out(row["question"]) == self._held_out:
                 return row
         raise SettingsError(
-            f"{probes} questions held no {'held-out' if self._held_out else 'training'} one: environment.args leave "
-            "too few different questions; raise environment.args.size or make the questions more varied"
+            f"{len(indices)} questions held no {'held-out' if self._held_out else 'training'} one: environment.args "
+            "leave too few different questions; raise environment.args.size or make the questions more varied"
         )
+
+    def _training_indices(self, position: int) -> Sequence[int]:
+        return [(position + probe) % self._size for probe in range(min(self._size, _PROBES))]
+
+    def _held_out_indices(self, position: int) -> Sequence[int]:
+        levels = self._source.num_levels
+        blocks = -(-self._num_rows // levels)  # of one row for each level
+        width = self._size // (blocks * levels) * levels
+        block, level = divmod(position, levels)
+        return range(block * width + level, (block + 1) * width, levels)
 
 
 def _find(name: str) -> tuple[type, type]:

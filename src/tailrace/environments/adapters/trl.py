@@ -86,6 +86,11 @@ def trl_environment(
             raise SettingsError(
                 f"reward function {key!r} looks at `environments` and at `{min(away)}`, which are not in one process"
             )
+        if reward.together:
+            raise SettingsError(
+                f"reward function {key!r} looks at `environments`, and is called beside each of them when its rollout "
+                "ends: leave `together` out"
+            )
     if not (form.has_reward or named or scored_elsewhere):
         raise SettingsError(
             f"{form.name} has `reset` and no `step`, as TRL's environments do, and nothing scores it: give it "
@@ -97,6 +102,7 @@ def trl_environment(
     for rows in (train_tasks or (), eval_tasks):
         if len(rows):
             _refuse_images(rows[0], form.name)
+    of_beside = (column for reward in beside.values() for column in reward.required_columns)
     session = AsyncTrlSession if form.is_async else TrlSession
     return EnvironmentSpec(
         name=name or form.name,
@@ -107,7 +113,7 @@ def trl_environment(
         tools=form.tools,
         rewards={key: reward for key, reward in named.items() if key not in beside},
         adds_rewards=True,
-        required_columns=form.required_columns,
+        required_columns=(*form.required_columns, *of_beside),
         description=(inspect.getdoc(form.kind) or "").partition("\n")[0],
     )
 

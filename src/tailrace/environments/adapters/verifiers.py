@@ -89,7 +89,8 @@ def _agent(environment: Any, state_columns: Sequence[str]) -> Agent:
     async def agent(task: Task, policy: Policy) -> AgentResult:
         client = _client_class()(policy)
         output = await environment.run_rollout(
-            dict(task.row), client, MODEL, {}, state_columns=[*state_columns, "stop_condition"]
+            *(dict(task.row), client, MODEL, _own_sampling(environment)),
+            state_columns=[*state_columns, "stop_condition"],
         )
         if client.replies == 0 and client.exhausted is not None:
             raise client.exhausted
@@ -254,6 +255,11 @@ def _eval_rows(environment: Any) -> TaskRows:
     return rows
 
 
+def _own_sampling(environment: Any) -> dict[str, Json]:
+    """Its sampling arguments, which verifiers merges in for `generate` alone; `extra_body` is empty by default."""
+    return {name: value for name, value in environment.sampling_args.items() if name != "extra_body" or value}
+
+
 def _asks_another(who: str, model: str) -> SettingsError:
     return SettingsError(
         f"{who} asks for the model {model!r} beside the policy (a user simulator?), which Tailrace does not serve: "
@@ -264,13 +270,8 @@ def _asks_another(who: str, model: str) -> SettingsError:
 def _refuse_what_we_cannot(environment: Any, name: str, rows: Sequence[Mapping[str, Json]]) -> None:
     for method, model in other_models(environment, MODEL):
         raise _asks_another(f"{name}: {method}", model)
-    if environment.rubric.has_group_rewards:
-        raise SettingsError(
-            f"{name}: its rubric scores the rollouts of a group together, and here each is scored when it ends: "
-            "write such a function as `score_group`"
-        )
-    if not environment.score_rollouts:
-        raise SettingsError(f"{name}: it was made with score_rollouts = False, so that there is no reward")
+    chat_arguments(_own_sampling(environment))
+    _require_single_scores(environment, name)
     for row in rows:
         for message in row["prompt"] if isinstance(row.get("prompt"), list) else ():
             content = message.get("content")
@@ -279,6 +280,19 @@ def _refuse_what_we_cannot(environment: Any, name: str, rows: Sequence[Mapping[s
                     raise SettingsError(
                         f"{name}: its prompts hold content of type {part.get('type')!r}; Tailrace trains on text alone"
                     )
+
+
+def _require_single_scores(environment: Any, name: str) -> None:
+    """Of its members, too, where it is a group of environments."""
+    for member in environment.envs if isinstance(environment, _import("verifiers").EnvGroup) else ():
+        _require_single_scores(member, name)
+    if environment.rubric.has_group_rewards:
+        raise SettingsError(
+            f"{name}: its rubric scores the rollouts of a group together, and here each is scored when it ends: "
+            "write such a function as `score_group`"
+        )
+    if not environment.score_rollouts:
+        raise SettingsError(f"{name}: it was made with score_rollouts = False, so that there is no reward")
 
 
 def _described(error: object) -> str:

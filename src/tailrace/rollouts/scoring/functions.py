@@ -45,7 +45,7 @@ class RewardFunctions:
         else:
             alone = {name: reward for name, reward in spec.rewards.items() if not reward.together}
             (result,) = await self._weighted(rollout.task, [rollout], alone, spec)
-            if not (spec.adds_rewards or result.reward is None or reported.reward is None):
+            if not (spec.adds_rewards or reported.reward is None):
                 self._tell_of_replacing(spec)
         rollout.metrics["score_s"] = clock() - since
         if spec.adds_rewards and reported.reward is not None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
+from copy import copy
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -38,12 +39,21 @@ class Scorer:
 
     def __init__(self, *, concurrency: int | None = None, errors: ErrorBudget = RAISE) -> None:
         """At most `concurrency` groups are scored at once; None or 0: as many as there are."""
-        self._rewards = ErrorTally(errors, "rewards", "score_errors")
-        self._groups = ErrorTally(errors, "groups' scores", "score_errors")
+        self._count_by(errors)
         self._keeps_unscored = errors.on_error == "keep_unscored"
         self._slots: AbstractAsyncContextManager[object] = (
             asyncio.Semaphore(concurrency) if concurrency else nullcontext()
         )
+
+    def _count_by(self, errors: ErrorBudget) -> None:
+        self._rewards = ErrorTally(errors, "rewards", "score_errors")
+        self._groups = ErrorTally(errors, "groups' scores", "score_errors")
+
+    def without_limits(self) -> Scorer:
+        """One with the same places whose failures end nothing, and are not counted here."""
+        other = copy(self)
+        other._count_by(ErrorBudget())
+        return other
 
     def has_counted(self, error: Exception) -> bool:
         """Whether this very error was counted here just now."""
