@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 
 from tailrace.environments import ChatFormat, Endpoint
-from tailrace.errors import BudgetExceeded, RolloutError, SettingsError
+from tailrace.errors import RolloutError, SettingsError
 from tailrace.records import (
     CROSS_ENTROPY_WEIGHTS,
     Branch,
@@ -59,6 +59,7 @@ from tailrace.rollouts.chat.text_deltas import TextDeltas
 from tailrace.rollouts.chat.text_parts import as_text
 from tailrace.rollouts.endpoints import Endpoints, no_endpoints
 from tailrace.rollouts.own_columns import require_own_column
+from tailrace.rollouts.turn_budget import TurnBudget
 from tailrace.rollouts.turn_options import plain_options, plain_stop_token_ids, plain_token_ids, stop_strings
 from tailrace.rollouts.turn_sampling import turn_sampling
 from tailrace.tracing.phases import phase
@@ -93,18 +94,18 @@ class RolloutPolicy:
         self._rollout = rollout
         self._renderer = renderer
         self._generate = generate
-        self._max_turns, self._max_rollout_tokens = max_turns, max_rollout_tokens
-        self._max_model_tokens = max_model_tokens
+        self._budget = TurnBudget(
+            rollout,
+            max_turns=max_turns,
+            max_rollout_tokens=max_rollout_tokens,
+            max_model_tokens=max_model_tokens,
+        )
         self._system_prompt, self._records_experts = system_prompt, records_experts
         self._takes_demonstrations, self._endpoints = takes_demonstrations, endpoints
         self._conversations: list[BranchConversation] = []
         self._closed = False
         self._turns: set[asyncio.Task[object]] = set()
         """Tasks that wait for a completion."""
-        self._reserved_tokens = 0
-        """That completions being sampled may still add."""
-        self._released = asyncio.Event()
-        """Some of them are free again."""
 
     @property
     def rollout_id(self) -> RolloutId:
@@ -124,7 +125,7 @@ class RolloutPolicy:
     @property
     def max_model_tokens(self) -> int | None:
         """Of prompt and completion of one turn, at most."""
-        return self._max_model_tokens
+        return self._budget.max_model_tokens
 
     @property
     def chat_format(self) -> ChatFormat | None:
@@ -230,7 +231,7 @@ class RolloutPolicy:
             )
         with phase("render"):
             prompt, reply = self._renderer.demonstrate(self._with_system_prompt(as_text(messages)), tools)
-        count, context = len(prompt) + len(reply), self._max_model_tokens
+        count, context = len(prompt) + len(reply), self._budget.max_model_tokens
         if context is not None and count > context:
             raise ValueError(f"a demonstration of {count} tokens is longer than the model's context of {context}")
         branch = Branch(temperature=1.0)
@@ -357,36 +358,6 @@ class RolloutPolicy:
         ends = request.sampling.stop_token_ids
         return TextDeltas(on_text, decode=self._renderer.text, stop_token_ids=ends, stop=stop)
 
-    # ---- what it may cost
-
-    def _completion_limit(self, conversation: BranchConversation, context_tokens: int, asked: int | None) -> int | None:
-        """Tokens that this completion may have; None while those that are sampled may take all that is left."""
-        prompt = conversation.branch.num_tokens + context_tokens
-        limits = [self._rollout.sampling.max_tokens]
-        if asked is not None:
-            limits.append(asked)
-        if (context := self._max_model_tokens) is not None:
-            if prompt >= context:
-                raise self._exhausted(f"a prompt of {prompt} tokens leaves no room in the model's context of {context}")
-            limits.append(context - prompt)
-        if (most := self._max_rollout_tokens) is not None:
-            used = self._rollout.num_tokens + context_tokens
-            if not conversation.turns:
-                used += conversation.branch.num_tokens
-            if used >= most:
-                raise self._exhausted(f"its {used} tokens use up rollouts.max_rollout_tokens = {most}")
-            if used + self._reserved_tokens >= most:
-                return None
-            limits.append(most - used - self._reserved_tokens)
-        return min(limits)
-
-    def _require_turn(self) -> None:
-        if self._rollout.turns >= self._max_turns:
-            raise self._exhausted(f"all of its {self._max_turns} turns are used (rollouts.max_turns)")
-
-    def _exhausted(self, why: str) -> BudgetExceeded:
-        return BudgetExceeded(f"task {self._rollout.task.task_id}: no budget for another turn: {why}")
-
     # ---- one completion
 
     async def _begun(
@@ -394,17 +365,16 @@ class RolloutPolicy:
     ) -> tuple[AskedTurn, GenerationRequest]:
         """The turn that begins where `locate` says, once the budget has something for it. Raises `BudgetExceeded`."""
         while True:
-            self._require_turn()
+            self._budget.require_turn()
             with phase("render"):
                 place = locate()
-                limit = self._completion_limit(place.conversation, len(place.context), max_tokens)
+                limit = self._budget.completion_limit(place.conversation, len(place.context), max_tokens)
                 if limit is not None:
                     asked = self._begin_turn(place)
                     return asked, self._request(asked, limit, seed)
-            self._released.clear()
             self._turns.add(task)
             try:
-                await self._released.wait()
+                await self._budget.release()
             finally:
                 self._turns.discard(task)
             await self._own_task()  # it may have been told to end meanwhile
@@ -433,17 +403,14 @@ class RolloutPolicy:
         clock = task.get_loop()
         turn, reserved = self._rollout.turns, request.sampling.max_tokens + len(asked.context)
         asked.conversation.is_waiting = True
-        self._reserved_tokens += reserved
         started_s = clock.time()
         self._turns.add(task)
         try:
-            with phase("generate", about={"turn": turn}):
+            with phase("generate", about={"turn": turn}), self._budget.reserved(reserved):
                 completion = await self._completed(request, listener, hears)
         finally:
             asked.conversation.is_waiting = False
             self._turns.discard(task)
-            self._reserved_tokens -= reserved
-            self._released.set()
         self._count("generate_s", clock.time() - started_s)
         if completion.finish_reason in _LOST:
             raise RolloutError(
