@@ -9,11 +9,11 @@ import contextlib
 import re
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import cast
 
 import pytest
-from typing_extensions import override
 
 from tailrace.config.restarts import RestartSettings
 from tailrace.lifecycle.launchers import RoleHandle
@@ -22,7 +22,8 @@ from tailrace.lifecycle.restarts import RestartHistory
 from tailrace.lifecycle.roles import RoleSpec
 from tailrace.records import ModelStateDictPublished, RunStatus, StepSkipped, StepTrained, TrainerStarted
 from tailrace.reporting.summary import read_summary
-from tailrace.run.trainer_lives import TrainerLives, TrainerStarter, describe_lives
+from tailrace.run.started_roles import RoleStarter
+from tailrace.run.trainer_lives import TrainerLives, describe_lives
 from tailrace.transport.batches.queue import BatchSender, MemoryBatchQueue
 from tailrace.transport.events.log import MemoryEventLog
 from tests.run.runs import ROLES, Command, command, records, tiny_settings, trained_tasks
@@ -60,23 +61,20 @@ def require_one_history(run: Command, steps: int) -> None:
     assert summary.ledger.by_state["failed"] == 0
 
 
-class OneRank(TrainerStarter):
-    """A trainer that does nothing, and is not started again."""
+class OneRank:
+    """Starts a trainer that does nothing, and is not started again; it is its own transports."""
 
     def __init__(self, launcher: LocalLauncher) -> None:
-        self._launcher = launcher
+        self._launcher, self.transports = launcher, self
 
-    @override
-    def start_trainer(self, earlier: Sequence[RoleHandle] = ()) -> list[RoleHandle]:
+    def start_trainer(self) -> list[RoleHandle]:
         settings = str(self._launcher.logs.parent).encode()
         spec = RoleSpec("trainer", "tests.support.light_roles:leave_when_told", settings)
         return [self._launcher.start(spec, is_replaceable=True)]
 
-    @override
     def batch_sender(self) -> BatchSender:
         return MemoryBatchQueue()
 
-    @override
     def serve_log(self, log: MemoryEventLog) -> Callable[[], Awaitable[None]]:
         return log.close
 
@@ -85,7 +83,7 @@ async def test_states_stay_back_to_the_checkpoint_that_the_trainer_told_of(tmp_p
     """It may write the next one already, where this machine does not see it."""
     async with LocalLauncher("epoch", tmp_path / "logs") as launcher:
         never = RestartHistory(RestartSettings(per_role=0))
-        trainer = TrainerLives(OneRank(launcher), MemoryEventLog("epoch"), never)
+        trainer = TrainerLives(cast(RoleStarter, OneRank(launcher)), MemoryEventLog("epoch"), never)
         trainer.started(2)
         assert [trainer.earliest_step(step) for step in (2, 3, 9)] == [2, 2, 2]
         trainer.saved(7)

@@ -21,6 +21,7 @@ from tailrace.errors import (
 )
 from tailrace.records import Group, GroupId, Reward, Rollout, RolloutId, SamplingParams, Task
 from tailrace.rollouts import ChatRenderer, Rollouter, RolloutSettings
+from tailrace.rollouts.run_facts import RunFacts
 from tailrace.rollouts.scoring import EndpointScorer, Teacher, TeacherPlan
 from tailrace.scheduling import EvaluationResult, evaluate
 from tailrace.simulation.virtual_time import run_in_virtual_time
@@ -62,7 +63,7 @@ def rollouter(
         renderer=renderer,
         generate=ScriptedGenerate(renderer.tokenizer, ["Ada, Bob"]),
         teacher=teacher,
-        takes_demonstrations=takes_demonstrations,
+        facts=RunFacts(takes_demonstrations=takes_demonstrations),
     )
 
 
