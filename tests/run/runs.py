@@ -149,7 +149,7 @@ def command(
                     left.kill()
         process.wait()
         for folder in run.leftovers():  # of a test that kills the command, which then removes nothing itself
-            shutil.rmtree(folder)
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def records(path: Path) -> list[dict[str, Any]]:
