@@ -20,7 +20,7 @@ import pytest
 from tailrace.errors import DataError
 from tailrace.run import ownership
 from tailrace.run.ownership import LAPSES_AFTER_S, OWNER_FILE, Owner, may_be_alive, own_folder
-from tests.run.runs import IMPORTS, PATIENCE_S, RESUMED, ROLES, TINY, command, environment, records, run_inline
+from tests.run.runs import PATIENCE_S, RESUMED, ROLES, command, run_inline
 from tests.support.descendants import still_run
 
 ELSEWHERE = Owner(pid=7, host="node-12", kernel="another", started_at="2026-01-01T00:00:00+00:00")
@@ -46,7 +46,7 @@ import sys
 from tailrace.cli import main
 from tailrace.run import ownership
 ownership.RENEWED_EVERY_S = 0.05
-sys.exit(main(sys.argv[1:]))
+sys.exit(main(sys.argv[2:]))  # the first is the command that this stands for
 """
 
 
@@ -173,33 +173,18 @@ def test_an_owner_that_lost_its_folder_learns_of_it_and_leaves_the_next_one_s_fi
 
 @pytest.mark.parametrize("next_owner", ["goes on", "has ended"])
 def test_a_run_that_lost_its_folder_ends_at_once_and_writes_no_more(tmp_path: Path, next_owner: str) -> None:
-    folder = tmp_path / "runs" / "run"
-    arguments = ["train", "quickstart", *TINY, *environment("words"), "--name", "run", "--max_steps", "100000"]
-    with subprocess.Popen(
-        [sys.executable, "-c", LOOKING_OFTEN, *arguments, "--placement", "inline"],
-        cwd=tmp_path,
-        env={**os.environ, **IMPORTS},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    ) as process:
-        try:
-            deadline_s = time.monotonic() + PATIENCE_S
-            while not records(folder / "metrics.jsonl"):
-                assert process.poll() is None
-                assert time.monotonic() < deadline_s
-                time.sleep(0.02)
-            if next_owner == "goes on":
-                left_by(ELSEWHERE, folder, silent_s=0)
-            else:
-                (folder / OWNER_FILE).unlink()
-            printed, _ = process.communicate(timeout=PATIENCE_S)
-        finally:
-            process.kill()
-    assert process.returncode == 1, printed
+    within = (sys.executable, "-c", LOOKING_OFTEN)
+    with command(tmp_path, "--max_steps", "100000", "--placement", "inline", within=within) as run:
+        run.wait_for_steps(1)
+        if next_owner == "goes on":
+            left_by(ELSEWHERE, run.folder, silent_s=0)
+        else:
+            (run.folder / OWNER_FILE).unlink()
+        status, printed = run.wait()
+    assert status == 1, printed
     assert "this run ends at once, with no save" in " ".join(printed.split())
-    assert (folder / OWNER_FILE).exists() == (next_owner == "goes on")
-    assert not (folder / "summary.json").exists()
+    assert (run.folder / OWNER_FILE).exists() == (next_owner == "goes on")
+    assert not (run.folder / "summary.json").exists()
 
 
 async def test_a_resume_waits_for_an_owner_elsewhere_that_was_killed_to_fall_silent(tmp_path: Path) -> None:

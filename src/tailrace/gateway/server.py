@@ -27,10 +27,53 @@ _TICK_S = 1.0
 _NO_HTTP = "this is no HTTP request"
 
 
+class _OneProtocol(HttpToolsProtocol):
+    """A request that asks for another protocol is answered in this one."""
+
+    @override
+    def on_headers_complete(self) -> None:
+        if not self.parser.should_upgrade():  # else its head is read again
+            super().on_headers_complete()
+
+    @override
+    def on_message_complete(self) -> None:
+        if not self.parser.should_upgrade():
+            super().on_message_complete()
+
+    @override
+    def data_received(self, data: bytes) -> None:
+        self._unset_keepalive_if_required()
+        unread = memoryview(data)
+        try:
+            while unread:
+                unread = unread[self._read(unread) :]
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade):  # the latter of a CONNECT
+            self.logger.warning(_NO_HTTP)
+            self.send_400_response(_NO_HTTP)
+
+    def _read(self, data: memoryview) -> int:
+        """How many bytes were read: all, or the head of a request that asks for another protocol.
+
+        The parser takes what follows such a head for that protocol. Nobody has to follow the wish (RFC 9110, 7.8),
+        and clients of HTTP/2 utter it with each request, so the parser gets the head again without.
+        """
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            self.parser.feed_data(self._head_without_upgrade())
+            return int(upgrade.args[0])
+        return len(data)
+
+    def _head_without_upgrade(self) -> bytes:
+        method, version = self.parser.get_method(), self.parser.get_http_version().encode()
+        lines = [b"%b: %b\r\n" % header for header in self.headers if header[0] != b"upgrade"]
+        return b"%b %b HTTP/%b\r\n%b\r\n" % (method, self.url, version, b"".join(lines))
+
+
 def connection_class(client_timeout_s: float) -> type[HttpToolsProtocol]:
     """Connections to clients that have so long to send a request's head, or to read on."""
 
-    class Connection(HttpToolsProtocol):
+    class Connection(_OneProtocol):
         """One client's."""
 
         _timer: TimerHandle | None = None
@@ -53,42 +96,7 @@ def connection_class(client_timeout_s: float) -> type[HttpToolsProtocol]:
         @override
         def on_headers_complete(self) -> None:
             self._keep()
-            if not self.parser.should_upgrade():  # else its head is read again
-                super().on_headers_complete()
-
-        @override
-        def on_message_complete(self) -> None:
-            if not self.parser.should_upgrade():
-                super().on_message_complete()
-
-        @override
-        def data_received(self, data: bytes) -> None:
-            self._unset_keepalive_if_required()
-            unread = memoryview(data)
-            try:
-                while unread:
-                    unread = unread[self._read(unread) :]
-            except (httptools.HttpParserError, httptools.HttpParserUpgrade):  # the latter of a CONNECT
-                self.logger.warning(_NO_HTTP)
-                self.send_400_response(_NO_HTTP)
-
-        def _read(self, data: memoryview) -> int:
-            """How many bytes were read: all, or the head of a request that asks for another protocol.
-
-            The parser takes what follows such a head for that protocol. Nobody has to follow the wish (RFC 9110, 7.8),
-            and clients of HTTP/2 utter it with each request, so the parser gets the head again without.
-            """
-            try:
-                self.parser.feed_data(data)
-            except httptools.HttpParserUpgrade as upgrade:
-                self.parser.feed_data(self._head_without_upgrade())
-                return int(upgrade.args[0])
-            return len(data)
-
-        def _head_without_upgrade(self) -> bytes:
-            method, version = self.parser.get_method(), self.parser.get_http_version().encode()
-            lines = [b"%b: %b\r\n" % header for header in self.headers if header[0] != b"upgrade"]
-            return b"%b %b HTTP/%b\r\n%b\r\n" % (method, self.url, version, b"".join(lines))
+            super().on_headers_complete()
 
         @override
         def pause_writing(self) -> None:

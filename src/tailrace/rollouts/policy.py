@@ -50,6 +50,7 @@ from tailrace.rollouts.chat.conversations import (
     Place,
     Turn,
     first_reply_place,
+    has_reply,
     longest_match,
     longest_prefix,
 )
@@ -296,10 +297,10 @@ class RolloutPolicy:
                 counts = {"realigned_turns": float(match.realigned)}
                 if match.is_tip and match.conversation.branch.temperature == temperature:
                     return Place(match.conversation, context, messages, counts)
-                if _has_reply(messages[match.turn.num_messages :]):
+                if has_reply(messages[match.turn.num_messages :]):
                     counts["rewritten_turns"] = 1.0
                 return Place(self._fork(match, tools, temperature), context, messages, counts)
-        counts = {"rewritten_turns": 1.0} if self._conversations and _has_reply(messages) else {}
+        counts = {"rewritten_turns": 1.0} if self._conversations and has_reply(messages) else {}
         return Place(self._open(tools, temperature), self._renderer.render(messages, tools), messages, counts)
 
     def _locate_tokens(self, token_ids: Int32Array, temperature: float | None) -> Place:
@@ -474,7 +475,7 @@ class RolloutPolicy:
         if conversation.first_reply is None:
             place = first_reply_place(self._conversations, asked.messages)
             conversation.first_reply = FirstReply(place, conversation.index, len(prompt))
-        branch.extend_context(asked.context, is_tool_output=_brings_tool_output(conversation, asked))
+        branch.extend_context(asked.context, is_tool_output=asked.brings_tool_output)
         prompt = branch.token_ids
         branch.extend_completion(completion)
         conversation.messages += [*asked.messages, message.copy()]
@@ -504,12 +505,3 @@ class RolloutPolicy:
             return messages
         rest = messages[1:] if messages and messages[0]["role"] == "system" else messages
         return [{"role": "system", "content": self._system_prompt}, *rest]
-
-
-def _has_reply(messages: Sequence[Message]) -> bool:
-    return any(message["role"] == "assistant" for message in messages)
-
-
-def _brings_tool_output(conversation: BranchConversation, asked: AskedTurn) -> bool:
-    """Whether the turn's context is what tools answered to the turn before."""
-    return bool(conversation.turns) and any(message["role"] == "tool" for message in asked.messages)

@@ -75,6 +75,11 @@ class AskedTurn:
         before = self.conversation.branch.token_ids
         return np.concatenate([before, self.context]) if len(before) else self.context
 
+    @property
+    def brings_tool_output(self) -> bool:
+        """Whether its context is what tools answered to the turn before."""
+        return bool(self.conversation.turns) and any(message["role"] == "tool" for message in self.messages)
+
 
 @dataclass(frozen=True, slots=True)
 class Match:
@@ -184,3 +189,8 @@ def _calls(message: Message) -> list[tuple[str, Json]]:
                 arguments = {"": arguments}
         calls.append((call["function"]["name"], arguments))
     return calls
+
+
+def has_reply(messages: Sequence[Message]) -> bool:
+    """Whether one of them is the policy's."""
+    return any(message["role"] == "assistant" for message in messages)
