@@ -14,6 +14,7 @@ from tailrace.records import NOTHING_TRAINABLE
 from tailrace.reporting.metrics import MetricsAccumulator
 from tailrace.training.losses import LossTokens
 from tailrace.training.losses.clipped_ratio import ClippedRatio
+from tailrace.training.losses.reference_kl import REFERENCE_LOGPROBS
 from tailrace.training.settings.losses import ClippedRatioSettings
 from tailrace.training.trainer import StepResult
 from tests.training.losses.support import BUILT_IN
@@ -35,6 +36,11 @@ def odd_tokens_only(logprobs: Tensor, entropy: Tensor, tokens: LossTokens) -> tu
 
 def nothing(logprobs: Tensor, entropy: Tensor, tokens: LossTokens) -> tuple[Tensor, Tensor]:
     return -logprobs, torch.zeros_like(logprobs, dtype=torch.bool)
+
+
+def near_the_reference(logprobs: Tensor, entropy: Tensor, tokens: LossTokens) -> tuple[Tensor, Tensor]:
+    """Rejects what the policy made likelier than the reference finds it."""
+    return DEFAULT(logprobs, entropy, tokens)[0], logprobs.detach() <= tokens.columns[REFERENCE_LOGPROBS] + 1e-3
 
 
 def sequence_ratio(logprobs: Tensor, entropy: Tensor, tokens: LossTokens) -> tuple[Tensor, Tensor]:
@@ -128,6 +134,20 @@ def test_a_loss_that_keeps_nothing_changes_no_weight(model_folder: Path) -> None
     assert result.metrics["training/rejected_share"] == 1
     for name, tensor in weights(trainer).items():
         assert torch.equal(before[name], tensor)
+
+
+@pytest.mark.parametrize("denominator", ["kept_tokens", "planned_tokens"])
+def test_a_loss_reads_what_the_reference_says_whatever_it_is_divided_by(model_folder: Path, denominator: str) -> None:
+    chosen = {"name": f"{__name__}:near_the_reference", "denominator": denominator}
+    found = []
+    for rows in ((4,), (1, 2, 1)):
+        trainer = make_trainer(model_folder, learning_rate=1e-2, loss={**chosen, "reference_kl": {"coefficient": 0}})
+        first = trainer.train_step(build_batch(rows=rows)).metrics
+        assert "training/rejected_share" not in first
+        found.append(trainer.train_step(build_batch(step=2, rows=rows)).metrics)
+    one, many = found
+    assert 0 < one["training/rejected_share"] < 1
+    assert one["training/loss"] == pytest.approx(many["training/loss"], rel=1e-4)
 
 
 def test_a_loss_over_whole_sequences_does_not_depend_on_how_they_lie_in_rows(model_folder: Path) -> None:

@@ -148,7 +148,7 @@ class GradientPasses:
         kept = list[Tensor]()
         with self._ranks.exchanging():
             for row in itertools.islice(itertools.chain(rows, itertools.repeat(None)), rounds):
-                micro_batch = self._micro_batch_of(row, version)
+                micro_batch = self._referred(self._micro_batch_of(row, version))
                 with nullcontext() if self._replay is None else self._replay.using(micro_batch.routed_experts):
                     output = self._policy(micro_batch, NO_LOSS)
                 kept.append(self._of_rewards(output, micro_batch).kept.sum())  # none of an empty row
