@@ -1,4 +1,4 @@
-"""What the router does for one of many replicas does not grow with the others."""
+"""What the router does for one of many replicas does not grow with the others, and they wait for their turns."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from types import FrameType
 import numpy as np
 import pytest
 
+from tailrace.errors import TransportError
+from tailrace.generation.decisions import DEFAULT_WEIGHT_POLICY, WeightPolicy
 from tailrace.generation.engines.protocol import EngineStatistics
 from tailrace.generation.router.replica import ReplicaClient
 from tailrace.generation.router.router import Router
@@ -25,10 +27,10 @@ FEW, MANY = 32, 256
 
 
 class Loading(ReplicaClient):
-    """Loads weights for a while, each replica for another while."""
+    """Loads weights for a while, each replica for another while; fails as often as told, at once."""
 
-    def __init__(self, load_s: float) -> None:
-        self._load_s, self.loads = load_s, 0
+    def __init__(self, load_s: float, failing: int = 0) -> None:
+        self._load_s, self.loads, self._failing = load_s, 0, failing
         self._failed: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
 
     @property
@@ -40,6 +42,8 @@ class Loading(ReplicaClient):
 
     async def load_model_state_dict(self, ref: ModelStateDictRef) -> int:
         self.loads += 1
+        if self.loads <= self._failing:
+            raise TransportError("lost")
         await asyncio.sleep(self._load_s)
         return ref.version
 
@@ -62,10 +66,16 @@ def newest_first(number: int, replicas: int) -> float:
 
 
 @contextlib.asynccontextmanager
-async def routed(clients: list[Loading]) -> AsyncIterator[tuple[Router, list[str]]]:
-    """A router that uses them, all of which may load at once, and their names."""
+async def routed(
+    clients: list[Loading],
+    policy: WeightPolicy = DEFAULT_WEIGHT_POLICY,
+    *,
+    loading_share: float = 1,
+    max_staleness: int = 4,
+) -> AsyncIterator[tuple[Router, list[str]]]:
+    """A router that uses them, all of which may load at once unless told otherwise, and their names."""
     names = [f"generator-{number}" for number in range(len(clients))]
-    router = Router(names, RouterSettings(loading_share=1), max_staleness=4)
+    router = Router(names, RouterSettings(loading_share=loading_share), policy, max_staleness=max_staleness)
     uses = [asyncio.create_task(router.use(*one, STATISTICS)) for one in zip(names, clients, strict=True)]
     await asyncio.sleep(1)
     yield router, names
@@ -109,6 +119,22 @@ async def loads_begun_by_turn(replicas: int) -> list[int]:
             begun.append(sum(client.loads for client in clients))
         await loaded
     return np.diff(begun).tolist()
+
+
+async def given_up_while_they_wait_for_turns(replicas: int, failing: int) -> list[int]:
+    """Of many that drain one by one, each for 10 s, where `starved_deadline_s` is 120 s, and first loads fail."""
+    clients = [Loading(10.0, failing) for _ in range(replicas)]
+    drain = WeightPolicy("drain", "reset_prefix")
+    async with routed(clients, drain, loading_share=1 / replicas, max_staleness=1) as (router, _):
+        async with asyncio.timeout(2 * 10 * replicas):
+            await router.load_model_state_dict(published(1))
+        return [number for number, client in enumerate(clients) if client.failure is not None]
+
+
+@pytest.mark.parametrize(("replicas", "failing"), [(20, 1), (130, 0)])
+def test_none_is_given_up_under_drain_while_it_waits_for_its_turn(replicas: int, failing: int) -> None:
+    """Neither one whose first load failed nor one that is woken some turns of the loop after the others."""
+    assert run_in_virtual_time(given_up_while_they_wait_for_turns(replicas, failing)) == []
 
 
 @pytest.mark.parametrize("load_s", [in_any_order, newest_first])

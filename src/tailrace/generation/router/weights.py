@@ -55,8 +55,8 @@ class WeightDistributor:
     ) -> None:
         """`loads_at_once` says how many of so many replicas may load at the same time, one at least.
 
-        `on_change` is called when a replica may load, installed a version, or is gone, and with None when one was
-        published.
+        `on_change` is called when a replica has to wait until it may load, may load, installed a version, or is gone,
+        and with None when one was published.
         """
         self.newest: ModelStateDictRef | None = None
         self.installed_version = -1
@@ -150,6 +150,8 @@ class WeightDistributor:
         turn = asyncio.get_running_loop().create_future()
         self._waiting[turn] = replica
         self._give_turns()
+        if turn in self._waiting:
+            self._on_change(replica)
         try:
             await turn
             yield
