@@ -1,23 +1,24 @@
-"""Whole runs that train on what top-p and top-k left of the vocabulary."""
+"""Whole runs that train on what top-p and top-k left of the vocabulary, and generators that do not sample as asked."""
 
 from __future__ import annotations
 
 import asyncio
 from pathlib import Path
 
+import msgspec
 import pytest
+from typing_extensions import override
 
 from tailrace.errors import SettingsError
 from tailrace.generation.engine_thread.generator import Generator
+from tailrace.generation.engines.protocol import EngineLimits
 from tailrace.generation.engines.simulated import SimulatedEngine
 from tailrace.generation.rpc.server import GeneratorServer
-from tailrace.generation.settings import GeneratorSettings
 from tailrace.models.identity import identify
 from tailrace.run.replica_sources import ConnectedGenerator
 from tailrace.transport.weights.stores import MemoryModelStateDictStore
-from tests.run.runs import environment, records, run_inline
+from tests.run.runs import environment, records, run_inline, tiny_settings
 
-MODEL = "bundled:quickstart"
 STEPS = (
     "--max_steps",
     "4",
@@ -48,28 +49,56 @@ async def test_a_run_with_a_nucleus_agrees_with_its_generator_as_one_without(tmp
     assert max(differences["nucleus"]) < 1e-5
 
 
-async def test_a_generator_that_cannot_tell_is_refused_before_the_first_rollout() -> None:
-    generator = Generator(lambda: SimulatedEngine(vocab_size=1024))
-    model = identify(MODEL)
+class Narrow(SimulatedEngine):
+    """With vLLM's range of temperatures, which it says once it is connected."""
+
+    @property
+    @override
+    def limits(self) -> EngineLimits:
+        return msgspec.structs.replace(super().limits, least_temperature=0.01, highest_temperature=2.0)
+
+
+async def refusal(engine: type[SimulatedEngine], *overrides: str, needs_supports: bool = False) -> str:
+    """Why a run does not use a generator that runs already; empty where it does."""
+    settings = tiny_settings(*overrides)
+    generator = Generator(lambda: engine(vocab_size=1024))
+    model = identify(settings.model.name)
     server = GeneratorServer(generator, MemoryModelStateDictStore().open, "tcp://127.0.0.1:*", model=model)
     serving = asyncio.create_task(server.serve())
-    refusals = []
-    for needs_supports in (True, False):
-        source = ConnectedGenerator(
-            *("generator", server.address, GeneratorSettings()),
-            epoch="run",
-            model=MODEL,
-            lend=None,
-            needs_supports=needs_supports,
-        )
-        client = await source.open(lambda statistics, received: None)
-        try:
-            await source.hello(client)
-        except SettingsError as error:
-            refusals.append(str(error))
-        finally:
-            await client.leave() if needs_supports else await client.close()
-    await asyncio.wait_for(serving, 10)
-    (refusal,) = refusals
-    assert "rollouts.top_p and rollouts.top_k" in refusal
-    assert "does not return which tokens they kept" in refusal
+    source = ConnectedGenerator(
+        *("generator", server.address, settings), epoch="run", lend=None, needs_supports=needs_supports
+    )
+    client = await source.open(lambda statistics, received: None)
+    try:
+        await source.hello(client)
+    except SettingsError as error:
+        return str(error)
+    finally:
+        await client.close()
+        await asyncio.wait_for(serving, 10)
+    return ""
+
+
+async def test_a_generator_that_cannot_tell_is_refused_before_the_first_rollout() -> None:
+    assert await refusal(SimulatedEngine) == ""
+    found = await refusal(SimulatedEngine, needs_supports=True)
+    assert "rollouts.top_p and rollouts.top_k" in found
+    assert "does not return which tokens they kept" in found
+
+
+@pytest.mark.parametrize(
+    ("key", "overrides"),
+    [
+        ("rollouts.temperature", ("--rollouts.temperature", "2.5")),
+        ("rollouts.evaluation.temperature", ("--rollouts.evaluation.temperature", "0.001")),
+        ("environments", ("--environment.temperature", "3")),
+    ],
+)
+async def test_a_generator_that_takes_no_such_temperature_is_refused_before_the_first_rollout(
+    key: str, overrides: tuple[str, ...]
+) -> None:
+    found = await refusal(Narrow, *overrides)
+    assert found.startswith(f"{key} asks for a temperature of {overrides[1]}, and the generator at tcp://127.0.0.1:")
+    assert found.endswith("samples at 0.01 to 2: write one of those, or serve with another engine")
+    assert await refusal(SimulatedEngine, *overrides) == ""
+    assert await refusal(Narrow, "--rollouts.evaluation.temperature", "0") == ""

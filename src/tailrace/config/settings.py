@@ -96,6 +96,15 @@ class RunSettings(BaseModel):
         own = self.generator.seed
         return self.seed if own is None else own
 
+    def temperatures_outside(self, least: float, highest: float) -> list[tuple[str, float]]:
+        """By their settings, those asked for that an engine of this range, and of 0 (greedy), does not take."""
+        asked = [
+            ("rollouts.temperature", self.rollouts.temperature),
+            ("rollouts.evaluation.temperature", self.rollouts.evaluation.temperature),
+            *(("environments", one.temperature) for one in self.environments),
+        ]
+        return [(key, one) for key, one in asked if one and not least <= one <= highest]
+
     @property
     def uses_redis(self) -> bool:
         """Whether batches and the event log go through Redis."""

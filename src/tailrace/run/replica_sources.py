@@ -13,7 +13,6 @@ from tailrace.errors import ClusterFull, NotAnswering, ReplicaReleased, Settings
 from tailrace.generation.engines.protocol import NO_SUPPORTS
 from tailrace.generation.rpc.client import BringWeights, GeneratorClient, LeaveListener, LendWeights, ReportListener
 from tailrace.generation.rpc.messages import WelcomeReply
-from tailrace.generation.settings import GeneratorSettings
 from tailrace.lifecycle.exit_codes import is_from_outside
 from tailrace.lifecycle.launchers import Launcher, RoleHandle
 from tailrace.lifecycle.roles import RoleSpec
@@ -122,23 +121,23 @@ class ConnectedGenerator(ReplicaSource):
         self,
         name: str,
         address: str,
-        settings: GeneratorSettings,
+        settings: RunSettings,
         *,
         epoch: str,
-        model: str,
         lend: LendWeights | None,
         needs_supports: bool = False,
         payloads: PayloadAccounts | None = None,
     ) -> None:
-        """It has to serve the architecture of `model`; its weights, too, where no `lend` sends it others.
+        """It has to serve the architecture of the run's model; its weights, too, where no `lend` sends it others.
 
         With `needs_supports` it has to return what top-p and top-k left of the vocabulary.
         """
-        self.name, self._address, self._epoch = name, address, epoch
-        self._keys = read_keys(Path(settings.connect_key), "generator.connect_key") if settings.connect_key else None
-        self._progress_deadline_s = settings.router.progress_deadline_s
-        self._wait_s = settings.connect_wait_s
-        self._lend, self._model, self._payloads = lend, model, payloads
+        chosen = settings.generator
+        self.name, self._address, self._epoch, self._settings = name, address, epoch, settings
+        self._keys = read_keys(Path(chosen.connect_key), "generator.connect_key") if chosen.connect_key else None
+        self._progress_deadline_s = chosen.router.progress_deadline_s
+        self._wait_s = chosen.connect_wait_s
+        self._lend, self._model, self._payloads = lend, settings.model.name, payloads
         self._bring: BringWeights | None = None
         self._needs_supports = needs_supports
         self._compares_weights = lend is None
@@ -188,6 +187,12 @@ class ConnectedGenerator(ReplicaSource):
                 f"them: {NO_SUPPORTS}; leave them out, or serve with the torch engine or, on GPUs, with "
                 "generator.vllm.return_sampling_mask = true"
             )
+        least, highest = welcome.limits.least_temperature, welcome.limits.highest_temperature
+        for key, temperature in self._settings.temperatures_outside(least, highest):
+            raise SettingsError(
+                f"{key} asks for a temperature of {temperature:g}, and the generator at {self._address} samples at "
+                f"{least:g} to {highest:g}: write one of those, or serve with another engine"
+            )
         return welcome
 
     def _refusal(self, served: ModelIdentity, what: str) -> SettingsError:
@@ -235,9 +240,8 @@ class JoinedGenerator(ConnectedGenerator):
         super().__init__(
             name,
             address,
-            settings.generator,
+            settings,
             epoch=epoch,
-            model=settings.model.name,
             lend=lend,
             needs_supports=settings.rollouts.restricts,
             payloads=payloads,

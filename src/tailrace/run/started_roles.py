@@ -226,9 +226,8 @@ class RoleStarter:
         assert isinstance(transports, HostTransports)
         connect = partial(
             ConnectedGenerator,
-            settings=chosen,
+            settings=self.settings,
             epoch=launcher.epoch,
-            model=self.settings.model.name,
             lend=transports.lender.lend if with_trainer else None,
             needs_supports=with_trainer and self.settings.rollouts.restricts,
             payloads=payloads,

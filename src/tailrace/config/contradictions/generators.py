@@ -143,21 +143,15 @@ def _support_room(settings: RunSettings) -> Iterator[Contradiction]:
 
 
 def _temperatures(settings: RunSettings) -> Iterator[Contradiction]:
-    generator, rollouts = settings.generator, settings.rollouts
-    if generator.engine != "vllm" or generator.connect:
+    """Generators that run already say themselves what they take, once they are connected."""
+    if settings.generator.engine != "vllm" or settings.generator.connect:
         return
-    asked = [
-        ("rollouts.temperature", rollouts.temperature),
-        ("rollouts.evaluation.temperature", rollouts.evaluation.temperature),
-        *(("environments", one.temperature) for one in settings.environments),
-    ]
-    for key, temperature in asked:
-        if temperature and not LEAST_TEMPERATURE <= temperature <= HIGHEST_TEMPERATURE:
-            yield Contradiction(
-                f"{key} asks for a temperature of {temperature:g}, and generator.engine = 'vllm' samples at "
-                f"{LEAST_TEMPERATURE:g} to {HIGHEST_TEMPERATURE:g}: write one of those, or choose the torch engine",
-                *(key, "generator.engine"),
-            )
+    for key, temperature in settings.temperatures_outside(LEAST_TEMPERATURE, HIGHEST_TEMPERATURE):
+        yield Contradiction(
+            f"{key} asks for a temperature of {temperature:g}, and generator.engine = 'vllm' samples at "
+            f"{LEAST_TEMPERATURE:g} to {HIGHEST_TEMPERATURE:g}: write one of those, or choose the torch engine",
+            *(key, "generator.engine"),
+        )
 
 
 CHECKS = (
