@@ -323,11 +323,11 @@ def explained(source: ModelSource) -> Iterator[None]:
             advice = _UNSUPPORTED_ADVICE
         else:
             advice = _BROKEN_ADVICE if source.is_local else _OFFLINE_ADVICE
-        kind = HubNotAnswering if _hub_is_away(error) else ModelError
+        kind = HubNotAnswering if hub_is_away(error) else ModelError
         raise kind(f"model {source.name!r} cannot be loaded: {found} ({advice})") from error
 
 
-def _hub_is_away(error: BaseException | None) -> bool:
+def hub_is_away(error: BaseException | None) -> bool:
     """Whether a file was asked of a hub, which did not answer, and is in no cache."""
     from huggingface_hub import constants
     from huggingface_hub.errors import LocalEntryNotFoundError

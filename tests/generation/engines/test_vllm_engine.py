@@ -26,7 +26,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from tailrace.errors import EngineFailed, ModelError, RequestRefused, SettingsError
+from tailrace.errors import EngineFailed, HubNotAnswering, ModelError, RequestRefused, SettingsError
 from tailrace.generation.engine_thread.generator import Generator
 from tailrace.generation.engines.vllm.core import build_core
 from tailrace.generation.engines.vllm.engine import VllmEngine
@@ -139,6 +139,15 @@ def test_ranks_meet_at_the_loopback_address_where_all_of_them_are_on_one_host(
     with pytest.raises(ModelError, match="cannot be run by vLLM"):
         build_core(ModelSettings(name=str(tmp_path)), with_options())
     assert os.environ.get("VLLM_HOST_IP") == address
+
+
+def test_a_hub_that_cannot_be_reached_may_be_there_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    files_of_nobody = "http://127.0.0.1:1/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", files_of_nobody)
+    monkeypatch.setattr("time.sleep", lambda pause_s: None)  # before its client asks again
+    with pytest.raises(HubNotAnswering, match="'tailrace-tests/no-such-model' cannot be run by vLLM"):
+        build_core(ModelSettings(name="tailrace-tests/no-such-model"), with_options())
 
 
 def test_batch_invariance_is_refused_without_a_gpu(tmp_path: Path) -> None:

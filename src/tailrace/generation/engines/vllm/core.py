@@ -14,13 +14,13 @@ import psutil
 import torch
 from pydantic import ValidationError
 
-from tailrace.errors import EngineFailed, ModelError, SettingsError
+from tailrace.errors import EngineFailed, HubNotAnswering, ModelError, SettingsError
 from tailrace.generation.engines.vllm.adapters import adapter_options
 from tailrace.generation.engines.vllm.nodes import Nodes
 from tailrace.generation.engines.vllm.options import require_vllm
 from tailrace.generation.settings import GeneratorSettings, ModelSettings
 from tailrace.models.files import own_context
-from tailrace.models.loading import ModelSource, resolve_model
+from tailrace.models.loading import ModelSource, hub_is_away, resolve_model
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -261,9 +261,11 @@ def _of_option(error: ValidationError, generator: GeneratorSettings) -> Settings
 
 
 def _cannot_load(source: ModelSource, error: Exception) -> ModelError:
+    """`HubNotAnswering` where it may pass."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     found = " ".join(lines[:3]) if lines else type(error).__name__
-    return ModelError(f"model {source.name!r} cannot be run by vLLM: {found}")
+    kind = HubNotAnswering if hub_is_away(error) else ModelError
+    return kind(f"model {source.name!r} cannot be run by vLLM: {found}")
 
 
 @contextmanager
