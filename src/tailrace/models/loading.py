@@ -266,15 +266,16 @@ def _gguf_file(name: str, path: Path) -> ModelSource:
 
 
 def _as_plain_model(model: Any) -> Any:
-    """Copy a de-quantized model into a fresh one of its class: transformers refuses to save the former.
+    """A fresh model of its class with a de-quantized one's weights: transformers refuses to save the latter.
 
-    Its config must not say that it is quantized, or whoever loads what was saved looks for packed weights.
+    Its config must not say that it is quantized, or whoever loads what was saved looks for packed weights. What is in
+    no file (rotary frequencies) it computes itself, and keeps in float32 as the other does.
     """
     config = copy.deepcopy(model.config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
-    fresh = type(model)(config).to(model.dtype)
-    fresh.load_state_dict(model.state_dict())
+    fresh = type(model)(config)
+    fresh.load_state_dict({name: tensor.contiguous() for name, tensor in model.state_dict().items()}, assign=True)
     fresh.tie_weights()
     return fresh
 
