@@ -139,6 +139,26 @@ def test_what_is_demonstrated_is_told_of_each_environment(model_folder: Path) ->
         accumulator.add(name, value)  # refuses what is not in the table
 
 
+def test_sampled_tokens_too_old_for_rewards_are_exported_with_what_they_were_sampled_with(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    plain = build_batch(lengths=LENGTHS, rows=ROWS)
+    old = plain.loss_mask & (np.arange(len(plain.loss_mask)) < plain.sample_offsets[2])
+    summary = msgspec.structs.replace(
+        plain.summary, loss_tokens=int((plain.loss_mask & ~old).sum()), cross_entropy_tokens=int(old.sum())
+    )
+    columns = {CROSS_ENTROPY_WEIGHTS: old.astype(np.float32)}
+    batch = dataclasses.replace(plain, loss_mask=plain.loss_mask & ~old, columns=columns, summary=summary)
+    export_of(tmp_path, model_folder, "jsonl", batch, loss={"cross_entropy": {}})
+    (path,) = tmp_path.glob("*.jsonl")
+    tokens: list[dict[str, Any]] = read_tokens(path)
+    assert [one["loss_mask"] for one in tokens] == (~old)[plain.loss_mask].tolist()
+    assert [one["policy_version"] for one in tokens] == plain.policy_versions[plain.loss_mask].tolist()
+    assert [one["generator_logprob"] for one in tokens] == pytest.approx(plain.logprobs[plain.loss_mask].tolist())
+    for one in tokens:
+        assert one["ratio"] == pytest.approx(np.exp(one["trainer_logprob"] - one["generator_logprob"]), rel=1e-4)
+
+
 def test_demonstrated_tokens_are_exported_beside_others_and_told_apart(model_folder: Path, tmp_path: Path) -> None:
     batch = demonstrating(build_batch(lengths=LENGTHS, rows=ROWS), SHOWN)
     (metrics,) = export_of(tmp_path, model_folder, "jsonl", batch, loss={"cross_entropy": {}})

@@ -1,6 +1,7 @@
 """Every token that a step trained on, in a file of the run's folder: for viewers, and for whoever checks the figures.
 
-Demonstrated ones too, which no policy sampled: they bear no loss of rewards, and have no ratio.
+Those too that bear components of the loss alone: demonstrated ones, which no policy sampled and which so have no ratio,
+and sampled ones that are too old for the loss of rewards.
 
     trainer's thread: a row's columns are copied ─► one thread writes  tokens/step_000012_rank_0.parquet  (or .jsonl)
 
@@ -69,7 +70,8 @@ class TokenExport:
         """
         loss_mask, logprobs = row.loss_mask[positions], on_host(output.logprobs)
         places = np.flatnonzero(loss_mask)
-        generated = np.where(loss_mask, row.logprobs[positions], np.float32(math.nan))
+        versions = row.policy_versions[positions]
+        generated = np.where(versions >= 0, row.logprobs[positions], np.float32(math.nan))
         with np.errstate(over="ignore"):
             ratios = np.exp(logprobs - generated)
         self._rows.append(
@@ -84,7 +86,7 @@ class TokenExport:
                 "generator_logprob": generated,
                 "ratio": ratios,
                 "entropy": on_host(output.entropy),
-                "policy_version": row.policy_versions[positions],
+                "policy_version": versions,
                 "support_size": row.support_sizes[positions],
             }
         )
