@@ -402,6 +402,21 @@ async def test_a_malformed_tool_call_is_counted_and_stays_text(
     assert text.removeprefix("<tool_call>").removesuffix("</tool_call>").strip() in reply.content
 
 
+@pytest.mark.parametrize("tools", [None, []])
+@pytest.mark.parametrize("model", ["hermes", "qwen3"])
+async def test_calls_of_a_turn_that_offers_no_tools_are_its_text(
+    renderer_of: Callable[[str], ChatRenderer], model: str, tools: list[ToolSpec] | None
+) -> None:
+    """A prompt may ask for calls itself, and is scored by what was written."""
+    written = f"So: {CALL.format(1)} or {CALL.format(2)}."
+    talk = Talk(renderer_of(model), [written, "2"], sampling=SamplingParams(max_tokens=256))
+    reply = await talk.policy.chat([user("1+1?")], tools=tools)
+    assert (reply.message, reply.tool_calls) == (said(written), [])
+    await talk.policy.chat([user("1+1?"), reply.message, user("and?")], tools=tools)
+    assert len(talk.rollout.branches) == 1
+    assert talk.rollout.metrics["tool_calls"] == 0
+
+
 async def test_arguments_handed_back_as_a_json_string_are_the_same_call(
     renderer_of: Callable[[str], ChatRenderer],
 ) -> None:

@@ -91,6 +91,7 @@ class Policy(Protocol):
 
         Pass the whole conversation each time, earlier replies included as `reply.message`. Histories that only grow
         stay one branch; a rewritten history starts another. `max_tokens` may lower the run's limit, never raise it.
+        Calls are read out of the reply where the turn offers `tools`, and are its text otherwise.
 
         `temperature` is this turn's own, above 0; a branch has one temperature, so a change of it begins another. A
         reply ends where it holds one of the strings `stop`, which its text is then without. Content may be a list of

@@ -36,7 +36,6 @@ def chat(session: Session, request: ChatRequest) -> Ask:
                 stop=request.stop,
                 seed=request.seed if own else None,
                 on_text=turn.hear if request.streams else None,
-                reads_calls=request.tools is not None,
             )
         except BudgetExceeded:  # whoever follows the empty answer is told why
             session.conversations.keep(turn.answer_id, request, asked, NOTHING.message)

@@ -155,13 +155,12 @@ class RolloutPolicy:
         stop: Sequence[str] = (),
         seed: int | None = None,
         on_text: Callable[[str], None] | None = None,
-        reads_calls: bool = True,
     ) -> Reply:
         """One turn: sample the next message of `messages`.
 
         `on_text` hears the reply's text while it is sampled, as far as it is sure: tools make that nothing. A `seed` is
-        this turn's own; rollouts of a group differ all the same. Unless it `reads_calls`, tool calls of the reply are
-        its text.
+        this turn's own; rollouts of a group differ all the same. Without tools, calls that the reply makes are its
+        text.
 
         Raises:
             BudgetExceeded: No turn or token is left for it.
@@ -182,7 +181,7 @@ class RolloutPolicy:
         hears = None if on_text is None or tools else self._text_deltas(on_text, request, stop)
         completion = await self._sample(asked, request, task, listener, hears)
         with phase("parse"):
-            return self._record(asked, request.prompt_token_ids, completion, listener, reads_calls=reads_calls)
+            return self._record(asked, request.prompt_token_ids, completion, listener, reads_calls=bool(tools))
 
     async def continue_tokens(
         self,
