@@ -69,6 +69,7 @@ def group(number: int = 1) -> Group:
             branches,
             messages=[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],
             first_reply=FirstReply(1, 0, 3) if reward else None,
+            sampled_texts={1: "<think>hm</think>b"} if reward else {},
             reward=reward,
             turns=2,
             metrics={"generate_s": 0.5},
@@ -101,7 +102,7 @@ def test_a_group_comes_back_as_it_was(tmp_path: Path) -> None:
     assert read.advantages is not None
     assert read.advantages[0] == 0.5
     assert np.asarray(read.advantages[1]).tolist() == [0.25, -1.0]
-    for name in ("rollout_id", "sampling", "messages", "first_reply", "reward", "turns", "metrics"):
+    for name in ("rollout_id", "sampling", "messages", "first_reply", "sampled_texts", "reward", "turns", "metrics"):
         assert [getattr(one, name) for one in read.rollouts] == [getattr(one, name) for one in original.rollouts]
     branches = zip(read.rollouts[0].branches, original.rollouts[0].branches, strict=True)
     for one, other in branches:
@@ -130,7 +131,7 @@ def test_a_capture_of_before_first_replies_were_kept_is_read(tmp_path: Path) -> 
     (path,) = folder.glob("*.msgpack")
     record = msgspec.msgpack.decode(path.read_bytes())
     for rollout in record["rollouts"]:
-        del rollout["first_reply"]
+        del rollout["first_reply"], rollout["sampled_texts"]
     path.write_bytes(msgspec.msgpack.encode(record))
     (read,) = read_capture(folder)
     assert [rollout.first_reply for rollout in read.rollouts] == [None, None]

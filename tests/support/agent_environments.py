@@ -301,6 +301,16 @@ def several() -> EnvironmentSpec:
     return EnvironmentSpec(name="several", agent=talk_to_several, rewards=rewards, train_tasks=ROWS)
 
 
+async def has_thought(completions: list[list[Message]], **_: object) -> list[float]:
+    return [float(completion[0]["content"].startswith("<think>")) for completion in completions]
+
+
+def thoughtful() -> EnvironmentSpec:
+    """Rewards for replies that reason; scored by itself, and with its group."""
+    rewards = {"alone": NamedReward(has_thought), "together": NamedReward(has_thought, together=True)}
+    return EnvironmentSpec(name="thoughtful", agent=shown, rewards=rewards, train_tasks=ROWS)
+
+
 def weighed() -> EnvironmentSpec:
     reward = NamedReward(compared, together=True)
     return EnvironmentSpec(name="weighed", agent=behaving, rewards={"compared": reward}, train_tasks=ROWS)

@@ -87,6 +87,9 @@ class Rollout:
     """The conversation of the latest turn, for people; never tokenized again."""
     first_reply: FirstReply | None = None
     """Of that conversation; None where no policy of this package had a turn in it."""
+    sampled_texts: dict[int, str] = field(default_factory=dict)
+    """Of that conversation, by the places of replies in `messages`: the text as it was sampled, where the message has
+    the reasoning apart and no calls were read."""
     reward: Reward | None = None
     turns: int = 0
     truncated: bool = False

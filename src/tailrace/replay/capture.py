@@ -73,6 +73,8 @@ class _RolloutRecord(msgspec.Struct, frozen=True):
     reward: tuple[float, dict[str, float], dict[str, Json]] | None
     first_reply: FirstReply | None = None
     """None in captures of versions that did not keep it, too."""
+    sampled_texts: dict[int, str] = {}
+    """Empty in captures of versions that did not keep them, too."""
 
 
 class _GroupRecord(msgspec.Struct, frozen=True):
@@ -227,6 +229,7 @@ def _rollout_record(rollout: Rollout) -> _RolloutRecord:
         metrics=rollout.metrics,
         reward=None if reward is None else (reward.value, reward.components, reward.columns),
         first_reply=rollout.first_reply,
+        sampled_texts=rollout.sampled_texts,
     )
 
 
@@ -258,6 +261,7 @@ def _rollout(record: _RolloutRecord, task: Task, group_id: GroupId, branches: It
         branches=[next(branches) for _ in record.branches],
         messages=record.messages,  # type: ignore[arg-type]  # as they were written
         first_reply=record.first_reply,
+        sampled_texts=record.sampled_texts,
         reward=None if record.reward is None else Reward(*record.reward),
         turns=record.turns,
         truncated=record.truncated,

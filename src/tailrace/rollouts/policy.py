@@ -53,6 +53,7 @@ from tailrace.rollouts.chat.conversations import (
     has_reply,
     longest_match,
     longest_prefix,
+    sampled_texts,
 )
 from tailrace.rollouts.chat.rendering import ChatRenderer, Renderer
 from tailrace.rollouts.chat.stop_strings import StopStringFound, StopStrings, listener_for
@@ -467,10 +468,12 @@ class RolloutPolicy:
             completion, prompt_token_ids=prompt, tools=conversation.tools, reads_calls=reads_calls
         )
         drifted = self._renderer.drifts(completion)
-        message = parsed.message()
+        message, written = parsed.message(), self._renderer.reply_text(completion)
         if listener is not None:
-            message["content"] = listener.before(message["content"])
+            message["content"], written = listener.before(message["content"]), listener.before(written)
             self._count("cut_tokens", listener.cut_tokens)
+        if not conversation.turns:
+            conversation.sampled_texts = sampled_texts(self._conversations, asked.messages)
         if conversation.first_reply is None:
             place = first_reply_place(self._conversations, asked.messages)
             conversation.first_reply = FirstReply(place, conversation.index, len(prompt))
@@ -479,7 +482,10 @@ class RolloutPolicy:
         branch.extend_completion(completion)
         conversation.messages += [*asked.messages, message.copy()]
         conversation.turns.append(Turn(len(conversation.messages), len(prompt), branch.num_tokens, drifted))
+        if parsed.reasoning is not None and not reads_calls:
+            conversation.sampled_texts[len(conversation.messages) - 1] = written
         self._rollout.messages, self._rollout.first_reply = list(conversation.messages), conversation.first_reply
+        self._rollout.sampled_texts = conversation.sampled_texts.copy()
         self._rollout.truncated |= completion.finish_reason is _LENGTH
         self._count("drifted_turns", float(drifted))
         self._count("tool_calls", len(parsed.tool_calls))

@@ -52,6 +52,10 @@ class ModelledRenderer(Renderer):
         return ""
 
     @override
+    def reply_text(self, completion: Completion) -> str:
+        return ""
+
+    @override
     def replies_in_plain_text(self, prompt_token_ids: Int32Array) -> bool:
         return False
 

@@ -30,6 +30,7 @@ def assert_equal_branches(first: Branch, second: Branch) -> None:
 
 def assert_equal_rollouts(first: Rollout, second: Rollout) -> None:
     assert first.messages == second.messages
+    assert first.sampled_texts == second.sampled_texts
     assert first.first_reply == second.first_reply is not None
     assert (first.turns, first.truncated, first.attempt) == (second.turns, second.truncated, second.attempt)
     assert first.reward is not None
@@ -55,8 +56,9 @@ async def test_a_rollout_is_the_same_in_a_worker_and_on_the_loop(
     rollouts = []
     for workers in (0, 1):
         async with Run(renderer, workers=workers, chunk_tokens=1, records_experts=records_experts) as run:
-            rollouts.append(await run.rollout(behave, ["yes and stop there", "no", "maybe"]))
+            rollouts.append(await run.rollout(behave, ["<think>hm</think>yes and stop there", "no", "maybe"]))
     assert_equal_rollouts(*rollouts)
+    assert rollouts[0].sampled_texts[1].startswith("<think>hm</think>yes")
 
 
 async def test_agents_environments_and_rewards_run_in_the_worker_without_torch(renderer: ChatRenderer) -> None:

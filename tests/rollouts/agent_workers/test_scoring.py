@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -16,9 +17,11 @@ from tests.support.judge_endpoint import Answer, endpoint
 from tests.support.scripted_generate import ScriptedGenerate
 
 
-async def scored(run: Run, behave: str, name: str = "ranked") -> tuple[list[Rollout], list[Group]]:
+async def scored(
+    run: Run, behave: str, name: str = "ranked", replies: Sequence[str] = ("yes", "no")
+) -> tuple[list[Rollout], list[Group]]:
     """The members of a group of three, and what became of it."""
-    members = [await run.rollout(behave, name=name) for _ in range(3)]
+    members = [await run.rollout(behave, replies, name) for _ in range(3)]
     group = Group(GroupId("g"), members[0].task, list(members), metadata={"own": 1})
     return members, await run.rollouter.score(group)
 
@@ -76,6 +79,14 @@ async def test_an_answer_that_the_prompt_shows_is_no_completion_of_a_rollout_or_
         members, _ = await scored(run, "well", "shown_before")
     components = [rollout.reward.components for rollout in members if rollout.reward is not None]
     assert components == [{"alone": 301.0, "together": 301.0}] * 3
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+async def test_reasoning_is_in_the_completion_of_a_rollout_and_of_a_group(renderer: ChatRenderer, workers: int) -> None:
+    async with Run(renderer, "thoughtful", workers=workers) as run:
+        members, _ = await scored(run, "well", "thoughtful", ["<think>hm</think>yes"])
+    components = [rollout.reward.components for rollout in members if rollout.reward is not None]
+    assert components == [{"alone": 1.0, "together": 1.0}] * 3
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -25,11 +27,13 @@ from tailrace.errors import EnvironmentFailed, InvalidReward, RolloutError, Roll
 from tailrace.records import Group, GroupId, Reward, Rollout, RolloutId, SamplingParams, ToolSpec
 from tailrace.rollouts import ChatRenderer, LoadedEnvironment, Rollouter, RolloutSettings
 from tailrace.rollouts.run_facts import RunFacts
+from tests.support.chat_models import CHATML, save_chat_model
 from tests.support.loaded import loaded
 from tests.support.scripted_generate import ScriptedGenerate
 
 MODULE = "tests.support.named_rewards"
 MAX_STEPS = 160
+ADDS = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
 ADD: ToolSpec = {"name": "add", "description": "adds", "parameters": {"type": "object", "properties": {}}}
 
 
@@ -126,6 +130,16 @@ async def ask_twice(_: Task, policy: Policy, *, temperature: float | None = None
     await policy.chat([*SHOWN, reply.message, said("user", "go on")], temperature=temperature)
 
 
+async def ask_twice_shortened(_: Task, policy: Policy) -> None:
+    reply = await policy.chat(SHOWN)
+    await policy.chat([*SHOWN, said("assistant", f"{reply.content}\n"), said("user", "go on")], temperature=0.5)
+
+
+async def answer_and_call_a_tool(_: Task, policy: Policy) -> None:
+    reply = await policy.chat(SHOWN)
+    await policy.chat([*SHOWN, reply.message, said("user", "go on")], tools=[ADD])
+
+
 async def call_a_tool(_: Task, policy: Policy) -> None:
     reply = await policy.chat(SHOWN, tools=[ADD])
     await policy.chat([*SHOWN, reply.message, said("tool", "6")], tools=[ADD])
@@ -196,14 +210,63 @@ async def test_a_turn_that_has_but_the_text_of_those_before_begins_the_tokens_an
     assert renderer.tokenizer.decode(seen["completion_ids"]) == "two<|im_end|>"
 
 
+THOUGHT = "<think>\nhm\n</think>\n\n"
+
+
+@pytest.mark.parametrize(
+    ("agent", "model", "replies", "completion"),
+    [
+        (ask_once, "chatml", [f"{THOUGHT}one"], [f"{THOUGHT}one"]),
+        (ask_once, "qwen3", [f"{THOUGHT}one"], [f"{THOUGHT}one"]),
+        (ask_once, "chatml", [f"{THOUGHT}{ADDS}"], [f"{THOUGHT}{ADDS}"]),
+        (ask_twice, "chatml", [f"{THOUGHT}one", "two"], [f"{THOUGHT}one", "go on", "two"]),
+        (ask_twice_shortened, "chatml", [f"{THOUGHT}one", f"{THOUGHT}2"], [f"{THOUGHT}one", "go on", f"{THOUGHT}2"]),
+        (partial(ask_twice, temperature=0.5), "chatml", [f"{THOUGHT}one", "two"], [f"{THOUGHT}one", "go on", "two"]),
+        (ask_a_sub_agent_last, "chatml", [f"{THOUGHT}one", "two"], ["two"]),
+        (call_a_tool, "chatml", [f"{THOUGHT}one{ADDS}", f"{THOUGHT}two"], ["one", "6", "two"]),
+        (call_a_tool_and_answer_without_any, "chatml", [f"{THOUGHT}one", f"{THOUGHT}2"], ["one", "6", f"{THOUGHT}2"]),
+        (answer_and_call_a_tool, "chatml", [f"{THOUGHT}one", f"{THOUGHT}2"], [f"{THOUGHT}one", "go on", "2"]),
+    ],
+)
+async def test_functions_see_replies_as_they_were_sampled_with_their_reasoning_unless_calls_are_read(
+    renderer_of: Callable[[str], ChatRenderer],
+    agent: Agent,
+    model: str,
+    replies: list[str],
+    completion: list[str],
+) -> None:
+    seen = await seen_of(renderer_of(model), agent, replies=replies)
+    assert [message["content"] for message in seen["completions"]] == completion
+
+
+async def test_where_the_prompt_opens_the_reasoning_a_completion_begins_inside_of_it(tmp_path: Path) -> None:
+    opens = CHATML.replace("assistant\n", "assistant\n<think>\n")
+    seen = await seen_of(ChatRenderer(save_chat_model(tmp_path, template=opens)), ask_once, replies=["hm</think>one"])
+    (reply,) = seen["completions"]
+    assert (reply["content"], reply["reasoning_content"]) == ("hm</think>one", "hm")
+
+
+async def test_the_agent_sees_reasoning_apart(renderer: ChatRenderer) -> None:
+    heard: list[Message] = []
+
+    async def agent(_: Task, policy: Policy) -> None:
+        reply = await policy.chat(SHOWN)
+        heard.extend([reply.message, *policy.messages[len(SHOWN) :]])
+
+    await seen_of(renderer, agent, replies=[f"{THOUGHT}one"])
+    assert heard == [{**said("assistant", "one"), "reasoning_content": "hm"}] * 2
+
+
 def in_chatml(messages: list[Message]) -> str:
     """From the first reply's own first token to the last one's stop token."""
     whole = "\n".join(f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>" for message in messages)
     return whole.removeprefix("<|im_start|>assistant\n")
 
 
-async def seen_of(renderer: ChatRenderer, agent: Agent, *, together: bool = False) -> dict[str, Any]:
-    """What a named function is given of this agent's rollout, whose replies are one, two and three."""
+async def seen_of(
+    renderer: ChatRenderer, agent: Agent, *, replies: Sequence[str] = ("one", "two", "three"), together: bool = False
+) -> dict[str, Any]:
+    """What a named function is given of this agent's rollout."""
     seen: dict[str, Any] = {}
 
     async def look(**given: list[Any]) -> list[float]:
@@ -212,7 +275,7 @@ async def seen_of(renderer: ChatRenderer, agent: Agent, *, together: bool = Fals
 
     rewards = {"look": NamedReward(look, together=together)}
     spec = EnvironmentSpec(name="own", agent=agent, train_tasks=[{}], rewards=rewards)
-    generate = ScriptedGenerate(renderer.tokenizer, ["one", "two", "three"])
+    generate = ScriptedGenerate(renderer.tokenizer, replies)
     async with Rollouter(RolloutSettings(), loaded(spec), renderer=renderer, generate=generate) as rollouter:
         task, group_id = spec.train_task(0), GroupId("g0")
         rollout = await rollouter.run(task, rollout_id=RolloutId("r0"), group_id=group_id)

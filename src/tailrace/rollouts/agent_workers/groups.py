@@ -190,6 +190,7 @@ def _values_of(rollout: Rollout) -> bytes:
     return pack_values(
         {
             "messages": rollout.messages,
+            "sampled_texts": rollout.sampled_texts,
             "metrics": rollout.metrics,
             "metadata": rollout.metadata,
             "reward": rollout.reward,
@@ -201,4 +202,5 @@ def _values_of(rollout: Rollout) -> bytes:
 def _set_values(rollout: Rollout, packed: bytes) -> None:
     values: dict[str, Any] = unpack_values(packed)
     rollout.messages, rollout.metrics, rollout.metadata = values["messages"], values["metrics"], values["metadata"]
+    rollout.sampled_texts = values["sampled_texts"]
     rollout.reward = None if values["reward"] is None else Reward(**values["reward"])

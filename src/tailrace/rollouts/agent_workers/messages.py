@@ -264,6 +264,7 @@ class RolloutReport(msgspec.Struct, frozen=True):
     """By its agent or environment; None where that did not end."""
     scored: AgentResult | None
     """By reward functions, in place of it."""
+    sampled_texts: dict[int, str] = {}
 
 
 class _UncheckedReport(msgspec.Struct):
@@ -273,6 +274,7 @@ class _UncheckedReport(msgspec.Struct):
     metrics: dict[str, float]
     reported: dict[str, Any] | None
     scored: dict[str, Any] | None
+    sampled_texts: dict[int, str]
 
 
 Order: TypeAlias = Hello | Play | Score | Cancel | Answer | AnswerChunk | AnswerError | Taken | Close
@@ -315,7 +317,8 @@ def unpack_rollout_report(packed: bytes) -> RolloutReport:
     with guarded("an agent worker sent what is no result of a rollout"):
         fields = _UNCHECKED.decode(packed)
         require_shallow([fields.messages, fields.reported, fields.scored])
-        return RolloutReport(fields.messages, fields.metrics, _as_result(fields.reported), _as_result(fields.scored))
+        reported, scored = _as_result(fields.reported), _as_result(fields.scored)
+        return RolloutReport(fields.messages, fields.metrics, reported, scored, fields.sampled_texts)
 
 
 def first_reply_of(played: Played) -> FirstReply | None:

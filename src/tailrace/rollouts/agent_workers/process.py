@@ -358,7 +358,9 @@ class AgentWorkerProcess:
             outcome.score_failure = Failure.of(error)
 
     def _played(self, rollout: Rollout, outcome: _Outcome, failure: Failure | None) -> Played:
-        report = RolloutReport(rollout.messages, rollout.metrics, outcome.reported, outcome.scored)
+        report = RolloutReport(
+            rollout.messages, rollout.metrics, outcome.reported, outcome.scored, rollout.sampled_texts
+        )
         try:
             packed = pack_rollout_report(report)
         except EnvironmentFailed as error:

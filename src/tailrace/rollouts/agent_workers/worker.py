@@ -344,6 +344,7 @@ class AgentWorker:
             except CorruptData as error:
                 raise WorkerLost(f"task {rollout.task.task_id}: {self.name}: {error}") from error
             rollout.messages, rollout.metrics = report.messages, report.metrics
+            rollout.sampled_texts = report.sampled_texts
             rollout.turns, rollout.truncated = played.turns, played.truncated
         return report, played
 

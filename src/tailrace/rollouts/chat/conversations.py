@@ -43,6 +43,8 @@ class BranchConversation:
     turns: list[Turn] = field(default_factory=list)
     first_reply: FirstReply | None = None
     """Of the conversation, wherever it was sampled; None before there is one."""
+    sampled_texts: dict[int, str] = field(default_factory=dict)
+    """See `Rollout.sampled_texts`."""
     is_waiting: bool = False
     """A completion is being sampled; nothing else may extend it meanwhile."""
 
@@ -141,6 +143,16 @@ def first_reply_place(conversations: Sequence[BranchConversation], messages: Seq
         if (first := conversation.first_reply) is not None and first.message < _common(conversation, messages)[0]
     )
     return min(shared, default=len(messages))
+
+
+def sampled_texts(conversations: Sequence[BranchConversation], messages: Sequence[Message]) -> dict[int, str]:
+    """Those of the policy's replies among the `messages` that begin a branch: see `first_reply_place`."""
+    known: dict[int, str] = {}
+    for conversation in conversations:
+        if conversation.sampled_texts:
+            same = _common(conversation, messages)[0]
+            known.update({place: text for place, text in conversation.sampled_texts.items() if place < same})
+    return known
 
 
 def _rank(match: Match) -> tuple[int, bool]:

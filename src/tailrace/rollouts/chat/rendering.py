@@ -85,6 +85,9 @@ class Renderer(Protocol):
     def text(self, token_ids: Sequence[int]) -> str:
         """The text of sampled tokens."""
 
+    def reply_text(self, completion: Completion) -> str:
+        """All that the policy wrote in a turn, without the token that ended it."""
+
     def replies_in_plain_text(self, prompt_token_ids: Int32Array) -> bool:
         """Whether what a reply to this prompt says begins with the text of its tokens, up to the first of `MARKERS`."""
 
@@ -236,9 +239,9 @@ class ChatRenderer(Renderer):
                     token_ids, prompt_ids=prompt_ids, tools=_envelopes(tools), reads_calls=reads_calls
                 )
             except (ValueError, RecursionError):  # a number of thousands of digits, lists without end
-                return ParsedReply(self._read(completion)[1], malformed_tool_calls=int(reads_calls))
+                return ParsedReply(self.reply_text(completion), malformed_tool_calls=int(reads_calls))
         opens_reasoning = self._opens_reasoning(prompt_token_ids)
-        text = self._read(completion)[1]
+        text = self.reply_text(completion)
         return read_reply(text, prompt_opens_reasoning=opens_reasoning, reads_calls=reads_calls)
 
     @override
@@ -249,6 +252,10 @@ class ChatRenderer(Renderer):
     @override
     def text(self, token_ids: Sequence[int]) -> str:
         return self.tokenizer.decode(token_ids)
+
+    @override
+    def reply_text(self, completion: Completion) -> str:
+        return self._read(completion)[1]
 
     @override
     def replies_in_plain_text(self, prompt_token_ids: Int32Array) -> bool:

@@ -16,7 +16,7 @@ from tailrace.environments.callables import is_async, settled
 from tailrace.environments.named_rewards import ScoredRollout, TrainerState, checked_values, weighted_sum
 from tailrace.environments.results import as_agent_result
 from tailrace.errors import InvalidReward
-from tailrace.records import FirstReply, Group, Rollout, Task
+from tailrace.records import FirstReply, Group, Message, Rollout, Task
 from tailrace.rollouts.workers.pool import WorkerPool
 
 _logger = logging.getLogger(__name__)
@@ -103,12 +103,16 @@ class RewardFunctions:
 
 
 def _shown(rollout: Rollout) -> ScoredRollout:
-    """What named functions see of it: its conversation, and the tokens of the branch that holds it."""
-    first = rollout.first_reply or _guessed_first_reply(rollout)
+    """What named functions see of it: its conversation, as sampled, and the tokens of the branch that holds it."""
+    first, texts = rollout.first_reply or _guessed_first_reply(rollout), rollout.sampled_texts
+    messages: list[Message] = [
+        {**message, "content": texts[place]} if place in texts else message
+        for place, message in enumerate(rollout.messages)
+    ]
     if first.branch is None:
-        return ScoredRollout(rollout.messages, first.message)
+        return ScoredRollout(messages, first.message)
     token_ids = rollout.branches[first.branch].token_ids[first.token :]
-    return ScoredRollout(rollout.messages, first.message, token_ids.tobytes())
+    return ScoredRollout(messages, first.message, token_ids.tobytes())
 
 
 def _guessed_first_reply(rollout: Rollout) -> FirstReply:
