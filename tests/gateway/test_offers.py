@@ -362,6 +362,7 @@ async def test_an_end_without_a_reward_is_scored_or_fails(renderer: ChatRenderer
         ({"environmnt": "shop"}, None, 400, "environmnt"),
         ({"environment": 3}, None, 400, "environment"),
         ({"task": 3}, None, 400, "task"),
+        ({"task": {"word": 2**64}}, None, 400, "task has an integer beyond 64 bits"),
         ({"task": {"word": "mine"}}, None, 400, "have tasks of their own: leave `task` out"),
         ({"environment": "desk", "task": {"world": "mine"}}, None, 400, "a task of 'desk' needs a column 'word'"),
     ],

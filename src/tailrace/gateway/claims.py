@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from tailrace.gateway.dialects.fields import require_sendable
 from tailrace.gateway.dialects.protocol import RequestInvalid
 from tailrace.gateway.offers import LONGEST_WAIT_S
 from tailrace.records import Json
@@ -41,4 +42,5 @@ def read_claim(body: Mapping[str, Json]) -> Claim:
             f"wait_s is {claim.wait_s:g}; it must be from 0 to {LONGEST_WAIT_S:g}: ask again after that",
             parameter="wait_s",
         )
+    require_sendable(claim.task, "task")
     return claim

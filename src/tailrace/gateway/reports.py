@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from tailrace.environments import AgentResult
 from tailrace.environments.results import finite_number
 from tailrace.errors import InvalidReward
-from tailrace.gateway.dialects.fields import of_type
+from tailrace.gateway.dialects.fields import of_type, require_sendable
 from tailrace.gateway.dialects.protocol import RequestInvalid
-from tailrace.records import DEEPEST, Json, can_be_sent
+from tailrace.records import Json
 
 _FIELDS = ("reward", "metrics", "info")
 
@@ -27,9 +27,7 @@ def read_report(body: Mapping[str, Json]) -> AgentResult:
         if name not in _FIELDS:
             raise RequestInvalid(f"unknown field {name!r}; a report has {', '.join(_FIELDS)}", parameter=name)
     reward, info = body.get("reward"), of_type(body.get("info") or {}, dict, "info")
-    if not can_be_sent(info):
-        why = f"info has an integer beyond 64 bits, or more than {DEEPEST // 2} lists and objects inside each other"
-        raise RequestInvalid(f"{why}: send it as text", parameter="info")
+    require_sendable(info, "info")
     metrics = of_type(body.get("metrics") or {}, dict, "metrics")
     try:
         return AgentResult(

@@ -9,7 +9,7 @@ import msgspec
 
 from tailrace.gateway.dialects.protocol import UNSUPPORTED_VALUE, RequestInvalid
 from tailrace.gateway.dialects.tool_calls import json_text
-from tailrace.records import Json, Message, ToolSpec, can_be_sent
+from tailrace.records import DEEPEST, Json, Message, ToolSpec, can_be_sent
 
 ValueT = TypeVar("ValueT")
 
@@ -66,6 +66,13 @@ def of_type(value: Json, kind: type[ValueT], name: str) -> ValueT:
     if isinstance(value, kind) and not (isinstance(value, bool) and kind is not bool):
         return value
     raise RequestInvalid(f"{name} must be {_KINDS[kind]}, not {shown(value)}", parameter=name)
+
+
+def require_sendable(value: Json, name: str) -> None:
+    """Refuse what could not go to another process of the run."""
+    if not can_be_sent(value):
+        why = f"{name} has an integer beyond 64 bits, or more than {DEEPEST // 2} lists and objects inside each other"
+        raise RequestInvalid(f"{why}: send it as text", parameter=name)
 
 
 def optional(body: Mapping[str, Json], name: str, kind: type[ValueT]) -> ValueT | None:
