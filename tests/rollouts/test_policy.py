@@ -462,12 +462,15 @@ async def test_the_last_completion_gets_what_the_rollouts_token_budget_leaves(re
     assert talk.rollout.num_tokens == prompt + 5
 
 
-async def test_turns_at_the_same_time_share_the_token_budget(renderer: ChatRenderer) -> None:
-    prompt = len(renderer.render([user("a")]))
-    talk = Talk(renderer, ["Ada, Bob, Cleo, Ada, Bob"], max_rollout_tokens=2 * prompt + 70)
+async def test_turns_at_the_same_time_are_cut_by_what_others_used_of_the_token_budget_and_not_by_what_they_might(
+    renderer: ChatRenderer,
+) -> None:
+    prompt, reply = len(renderer.render([user("a")])), "Ada, Bob, Cleo, Ada, Bob"
+    whole = len(renderer.tokenizer.encode(reply)) + 1
+    talk = Talk(renderer, [reply], max_rollout_tokens=2 * prompt + 64 + 5)
     both = await asyncio.gather(talk.policy.chat([user("a")]), talk.policy.chat([user("b")]))
-    assert sum(call.sampling.max_tokens for call in talk.generate.calls) == 70
-    assert len(both) == 2
+    assert [one.completion.num_tokens for one in both] == [whole, whole]
+    assert [call.sampling.max_tokens for call in talk.generate.calls] == [64, 64 + 5 - whole]
 
 
 async def test_a_turn_waits_where_others_may_take_all_that_is_left_of_the_token_budget(renderer: ChatRenderer) -> None:

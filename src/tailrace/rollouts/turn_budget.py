@@ -30,7 +30,7 @@ class TurnBudget:
             raise self._exhausted(f"all of its {self._max_turns} turns are used (rollouts.max_turns)")
 
     def completion_limit(self, conversation: BranchConversation, context_tokens: int, asked: int | None) -> int | None:
-        """Tokens that a completion may have; None while those that are sampled may take all that is left.
+        """Tokens that a completion may have; None while it would have fewer for what others may still take.
 
         It follows `context_tokens` more of its conversation, for at most `asked` tokens. Raises `BudgetExceeded`.
         """
@@ -48,9 +48,9 @@ class TurnBudget:
                 used += conversation.branch.num_tokens
             if used >= most:
                 raise self._exhausted(f"its {used} tokens use up rollouts.max_rollout_tokens = {most}")
-            if used + self._reserved_tokens >= most:
+            limits.append(most - used)
+            if self._reserved_tokens and most - used - self._reserved_tokens < min(limits):
                 return None
-            limits.append(most - used - self._reserved_tokens)
         return min(limits)
 
     @contextmanager
