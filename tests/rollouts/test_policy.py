@@ -18,6 +18,7 @@ from tailrace.records import (
     Group,
     GroupId,
     Message,
+    Reply,
     Rollout,
     RolloutId,
     SamplingParams,
@@ -152,6 +153,33 @@ async def test_a_first_turn_that_fails_gives_its_place_to_the_next_conversation(
     assert reply.branch == 0
     assert [branch.temperature for branch in talk.rollout.branches] == [0.5, None]
     assert [len(branch.completion_spans) for branch in talk.rollout.branches] == [1, 1]
+
+
+@pytest.mark.parametrize("by_tokens", [False, True], ids=["messages", "tokens"])
+async def test_a_fork_that_fails_leaves_nothing_and_is_counted_once_when_it_is_tried_again(
+    renderer: ChatRenderer, by_tokens: bool
+) -> None:
+    question = user("the quick brown fox " * 20)
+    prompt = len(renderer.render([question]))
+    talk = Talk(renderer, ["Ada", "Bob", RolloutError("lost"), "Cleo"], max_rollout_tokens=2 * prompt + 150)
+    first = await talk.policy.chat([question])
+    await talk.policy.chat([question, first.message, user("b")])
+    before = talk.rollout.num_tokens
+    (branch,) = talk.rollout.branches
+    ((_, end), _) = branch.completion_spans
+    shared = branch.token_ids[:end].copy()
+
+    async def fork() -> Reply:
+        if by_tokens:
+            return await talk.policy.continue_tokens(np.concatenate([shared, renderer.render([user("c")])]))
+        return await talk.policy.chat([question, first.message, user("c")])
+
+    with pytest.raises(RolloutError):
+        await fork()
+    assert talk.rollout.num_tokens == before
+    assert (await fork()).content == "Cleo"
+    assert talk.rollout.branches[1].token_ids[:end].tolist() == shared.tolist()
+    assert not talk.rollout.branches[1].loss_mask[:end].any()
 
 
 async def test_rewritten_history_starts_a_branch_and_is_counted(renderer: ChatRenderer) -> None:

@@ -299,7 +299,7 @@ class RolloutPolicy:
                     return Place(match.conversation, context, messages, counts)
                 if has_reply(messages[match.turn.num_messages :]):
                     counts["rewritten_turns"] = 1.0
-                return Place(self._fork(match, tools, temperature), context, messages, counts)
+                return _forked(match, Place(self._open(tools, temperature), context, messages, counts))
         counts = {"rewritten_turns": 1.0} if self._conversations and has_reply(messages) else {}
         return Place(self._open(tools, temperature), self._renderer.render(messages, tools), messages, counts)
 
@@ -307,15 +307,11 @@ class RolloutPolicy:
         """The branch to extend, and the tokens that it does not have already."""
         match = longest_prefix(self._conversations, token_ids)
         shared = 0 if match is None else match.turn.end_token
+        said: Message = {"role": "user", "content": self._renderer.text(token_ids[shared:].tolist())}
         if match is not None and match.is_tip and match.conversation.branch.temperature == temperature:
             conversation = match.conversation
-        else:
-            conversation = self._open(None, temperature)
-            if shared:
-                conversation.branch.extend_context(token_ids[:shared])
-        context = token_ids[shared:]
-        said: Message = {"role": "user", "content": self._renderer.text(context.tolist())}
-        return Place(conversation, context, [*conversation.messages, said], {})
+            return Place(conversation, token_ids[shared:], [*conversation.messages, said], {})
+        return Place(self._open(None, temperature), token_ids, [said], {})
 
     def _bridge(self, match: Match, messages: list[Message], tools: list[ToolSpec] | None) -> Int32Array | None:
         seen, turn = match.conversation, match.turn
@@ -326,14 +322,6 @@ class RolloutPolicy:
             messages[turn.num_messages :],
             tools,
         )
-
-    def _fork(self, match: Match, tools: list[ToolSpec] | None, temperature: float | None) -> BranchConversation:
-        """A new branch that starts with the tokens shared with another one: context here, they bear loss there."""
-        conversation, shared = self._open(tools, temperature), match.conversation
-        conversation.branch.extend_context(shared.branch.token_ids[: match.turn.end_token])
-        assert shared.first_reply is not None  # it has a turn
-        conversation.first_reply = msgspec.structs.replace(shared.first_reply, branch=conversation.index)
-        return conversation
 
     def _open(self, tools: list[ToolSpec] | None, temperature: float | None) -> BranchConversation:
         """A new branch: in place of one whose only turn was never answered, where there is such.
@@ -510,3 +498,12 @@ class RolloutPolicy:
             return messages
         rest = messages[1:] if messages and messages[0]["role"] == "system" else messages
         return [{"role": "system", "content": self._system_prompt}, *rest]
+
+
+def _forked(match: Match, place: Place) -> Place:
+    """The place of a new branch, as one that begins with the tokens of another: context here, they bear loss there."""
+    conversation, shared = place.conversation, match.conversation
+    assert shared.first_reply is not None  # it has a turn
+    conversation.first_reply = msgspec.structs.replace(shared.first_reply, branch=conversation.index)
+    context = np.concatenate([shared.branch.token_ids[: match.turn.end_token], place.context])
+    return replace(place, context=context)

@@ -32,7 +32,7 @@ class TurnBudget:
     def completion_limit(self, conversation: BranchConversation, context_tokens: int, asked: int | None) -> int | None:
         """Tokens that a completion may have; None while it would have fewer for what others may still take.
 
-        It follows `context_tokens` more of its conversation, for at most `asked` tokens. Raises `BudgetExceeded`.
+        It follows `context_tokens` more of its branch, for at most `asked` tokens. Raises `BudgetExceeded`.
         """
         prompt = conversation.branch.num_tokens + context_tokens
         limits = [self._rollout.sampling.max_tokens]
@@ -44,8 +44,6 @@ class TurnBudget:
             limits.append(context - prompt)
         if (most := self._max_rollout_tokens) is not None:
             used = self._rollout.num_tokens + context_tokens
-            if not conversation.turns:
-                used += conversation.branch.num_tokens
             if used >= most:
                 raise self._exhausted(f"its {used} tokens use up rollouts.max_rollout_tokens = {most}")
             limits.append(most - used)
