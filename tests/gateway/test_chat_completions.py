@@ -362,6 +362,18 @@ async def test_agents_that_ask_the_same_keep_their_own_system_messages(renderer:
     assert len(talk.rollout.branches) == 2
 
 
+async def test_agents_that_are_answered_the_same_keep_their_own_system_messages(renderer: ChatRenderer) -> None:
+    async with served(renderer, ["Ada"], settings={"system_messages": "first"}) as talk:
+        talks: list[list[Any]] = []
+        for name in ("planner", "critic"):
+            talks.append([{"role": "system", "content": f"You are the {name}."}, user("who?")])
+            talks[-1].append((await post(talk, {"model": "m", "messages": talks[-1]})).json()["choices"][0]["message"])
+        for messages in talks:
+            await post(talk, {"model": "m", "messages": [*messages, user("and?")]})
+    assert ["planner" in talk.prompt(call) for call in range(4)] == [True, False, True, False]
+    assert len(talk.rollout.branches) == 2
+
+
 async def test_the_key_may_be_in_the_path(renderer: ChatRenderer) -> None:
     async with served(renderer) as talk, httpx.AsyncClient() as client:
         answer = await client.post(f"{talk.endpoint.path_url}/v1/chat/completions", json=asks())
