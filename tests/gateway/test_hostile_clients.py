@@ -162,6 +162,24 @@ async def test_a_client_that_asks_for_another_protocol_is_answered_in_this_one(
     assert talk.rollout.turns == 2
 
 
+@pytest.mark.parametrize(
+    ("version", "connection"),
+    [("1.1", "close, Upgrade"), ("1.1", "Upgrade\r\nConnection: close"), ("1.0", "Upgrade")],
+)
+async def test_one_that_wants_the_connection_to_end_as_well_is_answered_and_then_it_ends(
+    renderer: ChatRenderer, version: str, connection: str
+) -> None:
+    body = json.dumps(ASKS).encode()
+    lines = ["Content-Type: application/json", f"Content-Length: {len(body)}", f"Connection: {connection}"]
+    async with served(renderer) as talk:
+        reader, writer = await connected(talk)
+        asked = head(talk, *lines, "Upgrade: h2c").replace(b"HTTP/1.1", f"HTTP/{version}".encode())
+        writer.write(asked + body + asked + body)
+        answers = (await until_closed(reader)).split(b"HTTP/1.1 ")[1:]
+    assert [answer.partition(b" ")[0] for answer in answers] == [b"200"]
+    assert talk.rollout.turns == 1
+
+
 async def test_whoever_asks_for_a_tunnel_is_refused(renderer: ChatRenderer) -> None:
     async with served(renderer) as talk:
         for target in ("elsewhere:80", CHAT):

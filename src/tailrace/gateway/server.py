@@ -55,12 +55,16 @@ class _OneProtocol(HttpToolsProtocol):
         """How many bytes were read: all, or the head of a request that asks for another protocol.
 
         The parser takes what follows such a head for that protocol. Nobody has to follow the wish (RFC 9110, 7.8),
-        and clients of HTTP/2 utter it with each request, so the parser gets the head again without.
+        and clients of HTTP/2 utter it with each request, so the head is read again without: by another parser, since
+        one that has read `Connection: close` reads nothing more.
         """
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
-            self.parser.feed_data(self._head_without_upgrade())
+            head = self._head_without_upgrade()
+            self.parser = httptools.HttpRequestParser(self)
+            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's
+            self.parser.feed_data(head)
             return int(upgrade.args[0])
         return len(data)
 
