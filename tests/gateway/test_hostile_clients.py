@@ -180,6 +180,21 @@ async def test_one_that_wants_the_connection_to_end_as_well_is_answered_and_then
     assert talk.rollout.turns == 1
 
 
+async def test_without_budget_each_of_those_that_ask_at_once_gets_the_empty_reply(renderer: ChatRenderer) -> None:
+    body = json.dumps(ASKS).encode()
+    async with served(renderer, max_turns=1) as talk:
+        await assert_serves(talk)
+        asked = head(talk, "Content-Type: application/json", f"Content-Length: {len(body)}", "Connection: close") + body
+        clients = [await connected(talk) for _ in range(3)]
+        for _, writer in clients:
+            writer.write(asked)
+        answers = [await until_closed(reader) for reader, _ in clients]
+        assert all(answer.startswith(b"HTTP/1.1 200") and b'"length"' in answer for answer in answers), answers
+        reader, writer = await connected(talk)
+        writer.write(asked)
+        assert (await until_closed(reader)).startswith(b"HTTP/1.1 429")
+
+
 async def test_whoever_asks_for_a_tunnel_is_refused(renderer: ChatRenderer) -> None:
     async with served(renderer) as talk:
         for target in ("elsewhere:80", CHAT):

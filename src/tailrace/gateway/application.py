@@ -178,7 +178,8 @@ class _Client:
 
     def was_sent_all(self) -> None:
         """The answer is on its way; where the connection broke meanwhile, it may be asked for again."""
-        self.turn.is_delivered |= not self._has_gone
+        if not self._has_gone:
+            self.turn.was_sent()
 
     async def answer(self) -> Answer | None:
         """Wait for it; None where the client has gone before. Raises `RequestInvalid` where there is none."""

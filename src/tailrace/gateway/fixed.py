@@ -45,5 +45,5 @@ class FixedPolicy(Session):
         return self._new_policy(asked)
 
     @override
-    def refusal(self, error: BudgetExceeded) -> Failure:
+    def refusal(self, error: BudgetExceeded, *, asks_on: bool) -> Failure:
         return Failure(status=400, message=str(error))

@@ -45,8 +45,8 @@ class Session(Endpoint):
         self.conversations = Conversations()
         self.context = contextvars.copy_context()
         """Of whoever plays the rollout: what its turns take is counted there."""
-        self._has_no_budget = False
-        """A client was told already that nothing is left."""
+        self.told_of_no_budget = False
+        """A client was sent the empty answer of a turn for which nothing was left."""
         self.engine_failure: EngineFailed | None = None
         self._reported: AgentResult | None = None
         self._ended = asyncio.Event()
@@ -107,15 +107,12 @@ class Session(Endpoint):
         """Of all that is sampled for it; None: every request has its own."""
         return self._policy.sampling
 
-    def refusal(self, error: BudgetExceeded) -> Failure | None:
+    def refusal(self, error: BudgetExceeded, *, asks_on: bool) -> Failure | None:
         """What a client is told where no budget is left; None: its reply ends at once, for its length.
 
-        Whoever asks on is told why.
+        Whoever `asks_on`, after a client was told that way, is told why.
         """
-        if not self._has_no_budget:
-            self._has_no_budget = True
-            return None
-        return Failure(status=429, message=str(error))
+        return Failure(status=429, message=str(error)) if asks_on else None
 
     @property
     def max_model_tokens(self) -> int | None:

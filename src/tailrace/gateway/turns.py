@@ -60,6 +60,7 @@ class Turn:
         self.outcome: Answer | Failure | None = None
         self.is_delivered = False
         """A client was sent all of the answer."""
+        self._asks_on = session.told_of_no_budget
         self.repeatable, self.attempt = repeatable, repeatable.attempt or 0
         self._session, self._ask = session, ask
         self._clients = 0
@@ -77,6 +78,12 @@ class Turn:
     def is_missed(self) -> bool:
         """Whether nobody was sent its answer, or waits for it."""
         return not self.is_delivered and not self._clients
+
+    def was_sent(self) -> None:
+        """A client was sent all of its answer."""
+        self.is_delivered = True
+        if isinstance(self.outcome, Answer) and self.outcome.reply is NOTHING:
+            self._session.told_of_no_budget = True
 
     def join(self) -> None:
         """One more client waits for it."""
@@ -147,7 +154,7 @@ class Turn:
 
     def _stopped(self, session: Session, error: BudgetExceeded) -> Answer | Failure:
         """No budget: a reply that says nothing, or a refusal."""
-        refusal = session.refusal(error)
+        refusal = session.refusal(error, asks_on=self._asks_on)
         return refusal or Answer(reply=NOTHING, answer_id=self.answer_id, created_s=self.created_s, prompt_tokens=0)
 
     def hear(self, more: ReplyUpdate) -> None:
@@ -242,4 +249,4 @@ NOTHING = Reply(
         finish_reason=FinishReason.LENGTH,
     ),
 )
-"""The answer of whoever asks without budget, once."""
+"""The answer of whoever asks without budget, and did not know."""
