@@ -54,6 +54,8 @@ async def until_closed(reader: asyncio.StreamReader) -> bytes:
         (json.dumps({**ASKS, "max_tokens": 10**30}).encode(), "application/json", 200),
         (json.dumps({**ASKS, "seed": -(10**30)}).encode(), "application/json", 200),
         (json.dumps({**ASKS, "max_tokens": -1}).encode(), "application/json", 400),
+        pytest.param(json.dumps({**ASKS, "temperature": 10**400}).encode(), "application/json", 400, id="temperature"),
+        pytest.param(json.dumps({**ASKS, "top_p": 10**400}).encode(), "application/json", 400, id="top_p"),
         (json.dumps(ASKS).encode(), "application/x-www-form-urlencoded", 415),
         (json.dumps(ASKS).encode(), "text/plain; charset=utf-16", 415),
         (b" " * 10_000_000, "application/json", 413),
@@ -69,6 +71,15 @@ async def test_a_body_that_is_no_request_is_refused(
         if status != 200:
             assert answer.json()["error"]["message"]
         await assert_serves(talk)
+
+
+async def test_a_count_of_thousands_of_digits_counts_no_retries(renderer: ChatRenderer) -> None:
+    async with served(renderer) as talk:
+        headers = {**talk.headers, "x-stainless-retry-count": "9" * 5000}
+        async with httpx.AsyncClient(timeout=30, base_url=talk.endpoint.root_url, headers=headers) as client:
+            answers = [await client.post(CHAT, json=ASKS) for _ in range(2)]
+    assert [answer.status_code for answer in answers] == [200, 200]
+    assert talk.rollout.turns == 2
 
 
 async def test_a_body_of_a_million_chunks_is_put_together(renderer: ChatRenderer) -> None:

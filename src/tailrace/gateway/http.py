@@ -22,6 +22,9 @@ Headers: TypeAlias = dict[bytes, bytes]
 _DRAINED = 4
 """How many times the largest body a client may send and still be told that it was too large."""
 
+_COUNT_DIGITS = 9
+"""Of a client's own count of its attempts; what is longer is none."""
+
 
 def headers_of(scope: Scope) -> Headers:
     """By their names in lower case; of those that come twice, the first."""
@@ -86,9 +89,8 @@ async def read_json(
 def repeatable(headers: Headers, digest: bytes) -> Repeatable:
     """How a client would ask for the same again."""
     key, attempt = headers.get(b"idempotency-key"), headers.get(b"x-stainless-retry-count", b"")
-    return Repeatable(
-        digest, None if key is None else key.decode("latin-1"), int(attempt) if attempt.isdigit() else None
-    )
+    is_count = attempt.isdigit() and len(attempt) <= _COUNT_DIGITS
+    return Repeatable(digest, None if key is None else key.decode("latin-1"), int(attempt) if is_count else None)
 
 
 async def send_json(send: Send, body: Json, *, status: int = 200, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:

@@ -98,9 +98,12 @@ def objects(value: Json, name: str) -> list[tuple[str, dict[str, Json]]]:
 def number(body: Mapping[str, Json], name: str) -> float | None:
     """A field that may be missing or null, and otherwise is a number."""
     value = body.get(name)
-    if isinstance(value, int) and not isinstance(value, bool):
+    if not isinstance(value, int) or isinstance(value, bool):
+        return None if value is None else of_type(value, float, name)
+    try:
         return float(value)
-    return None if value is None else of_type(value, float, name)
+    except OverflowError:
+        raise RequestInvalid(f"{name} is too large", parameter=name) from None
 
 
 def vllm_top_k(body: Mapping[str, Json]) -> int | None:
