@@ -144,9 +144,11 @@ ON_GPUS = ["--trainer.device", "cuda", "--generator.engine", "vllm"]
         (["--rollouts.top_k", "20", "--generator.engine", "vllm"], "^.*rollouts.top_k restricts"),
         (
             ["--rollouts.temperature", "2.5", "--generator.engine", "vllm"],
-            "rollouts.temperature asks for a temperature of 2.5, and generator.engine = 'vllm' samples at 0.01 to 2:",
+            "rollouts.temperature asks for a temperature of 2.5, and generator.engine = 'vllm' samples at 2 at most:",
         ),
-        (["--rollouts.evaluation.temperature", "0.001", "--generator.engine", "vllm"], "or choose the torch engine"),
+        (["--rollouts.evaluation.temperature", "2.5", "--generator.engine", "vllm"], "or choose the torch engine"),
+        (["--rollouts.temperature", "1e-40"], "engines sample at 0.01 or above"),
+        (["--rollouts.evaluation.temperature", "0.001", "--generator.engine", "vllm"], "sample at 0.01 or above"),
         (["--environment.temperature", "3", "--generator.engine", "vllm"], "environments asks for a temperature of 3,"),
         (
             [*TEACHER, "--scheduling.group_release", "early"],

@@ -434,12 +434,12 @@ async def test_what_is_not_supported_is_refused_by_name(
     assert talk.rollout.turns == 0
 
 
-@pytest.mark.parametrize("temperature", [0, -1])
+@pytest.mark.parametrize("temperature", [0, -1, 1e-40])
 async def test_a_temperature_that_cannot_be_trained_on_is_refused(renderer: ChatRenderer, temperature: float) -> None:
     async with served(renderer) as talk:
         answer = await post(talk, asks(temperature=temperature))
     assert answer.status_code == 400
-    assert "temperature above 0" in answer.json()["error"]["message"]
+    assert "temperature of 0.01 or above" in answer.json()["error"]["message"]
 
 
 async def test_keys_open_their_own_rollout_and_no_other(renderer: ChatRenderer) -> None:

@@ -606,9 +606,9 @@ async def test_a_turn_at_another_temperature_begins_a_branch_whose_past_bears_no
     assert [sample.temperature for sample in sampled.samples] == [1.0, 0.5]
 
 
-@pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan")])
+@pytest.mark.parametrize("temperature", [0.0, 1e-40, -1.0, float("nan")])
 async def test_a_temperature_that_cannot_be_trained_on_is_refused(renderer: ChatRenderer, temperature: float) -> None:
-    with pytest.raises(ValueError, match=r"sampled at a temperature above 0"):
+    with pytest.raises(ValueError, match=r"sampled at a temperature of 0.01 or above"):
         await Talk(renderer).policy.chat([user("a")], temperature=temperature)
 
 
@@ -636,7 +636,7 @@ async def test_numbers_may_be_numpys(renderer: ChatRenderer) -> None:
         ({"max_tokens": np.int64(0)}, r"chat\(max_tokens=0\) asks for no token"),
         ({"temperature": "0.5"}, r"chat\(temperature='0.5'\) takes a number"),
         ({"temperature": True}, r"chat\(temperature=True\) takes a number"),
-        ({"temperature": float("inf")}, r"a temperature above 0, and a finite one"),
+        ({"temperature": float("inf")}, r"0.01 or above, and a finite one"),
         ({"seed": 0.5}, r"chat\(seed=0.5\) takes whole numbers"),
         ({"stop": [7]}, r"chat\(stop=\[7\]\) takes a string, or several"),
         ({"stop": b"x"}, r"chat\(stop=b'x'\) takes a string, or several"),

@@ -55,7 +55,7 @@ class Narrow(SimulatedEngine):
     @property
     @override
     def limits(self) -> EngineLimits:
-        return msgspec.structs.replace(super().limits, least_temperature=0.01, highest_temperature=2.0)
+        return msgspec.structs.replace(super().limits, highest_temperature=2.0)
 
 
 async def refusal(engine: type[SimulatedEngine], *overrides: str, needs_supports: bool = False) -> str:

@@ -93,8 +93,8 @@ class Policy(Protocol):
         stay one branch; a rewritten history starts another. `max_tokens` may lower the run's limit, never raise it.
         Calls are read out of the reply where the turn offers `tools`, and are its text otherwise.
 
-        `temperature` is this turn's own, above 0; a branch has one temperature, so a change of it begins another. A
-        reply ends where it holds one of the strings `stop`, which its text is then without. Content may be a list of
+        `temperature` is this turn's own, 0.01 or above; a branch has one temperature, so a change of it begins another.
+        A reply ends where it holds one of the strings `stop`, which its text is then without. Content may be a list of
         text parts, `[{"type": "text", "text": ...}]`.
 
         Raises `BudgetExceeded` where no turn or token is left (let it pass: it ends the rollout), `RequestRefused`

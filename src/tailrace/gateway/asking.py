@@ -11,6 +11,7 @@ from tailrace.gateway.dialects.token_generation import TokenRequest
 from tailrace.gateway.tool_call_ids import with_call_ids, without_call_ids
 from tailrace.gateway.turns import NOTHING, Ask, Turn
 from tailrace.records import Reply
+from tailrace.records.sampling import LEAST_TEMPERATURE
 from tailrace.rollouts import RolloutPolicy
 
 if TYPE_CHECKING:
@@ -89,10 +90,10 @@ def _own_sampling(session: Session, request: ChatRequest | TokenRequest) -> bool
     if run is not None:
         _require_same("top_p", request.top_p, run.top_p)
         _require_same("top_k", request.top_k, run.top_k)
-    if request.temperature is not None and not request.temperature > 0:
+    if request.temperature is not None and not request.temperature >= LEAST_TEMPERATURE:
         raise RequestInvalid(
             f"temperature = {request.temperature:g} is not supported: what is trained on is sampled at a temperature "
-            "above 0; leave it out, or set gateway.sampling = 'run'",
+            f"of {LEAST_TEMPERATURE:g} or above; leave it out, or set gateway.sampling = 'run'",
             parameter="temperature",
             code=UNSUPPORTED_VALUE,
         )

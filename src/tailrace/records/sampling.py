@@ -6,6 +6,8 @@ import msgspec
 
 from tailrace.errors import SettingsError
 
+LEAST_TEMPERATURE = 0.01
+"""Above 0: vLLM samples at this one where it is asked for less, and divided by much less logits overflow."""
 MOST_STOP_TOKEN_IDS = 128
 """Of one request: as many as vLLM's newer model runner takes."""
 _MOST_TOKEN_ID = 2**31 - 1
@@ -15,7 +17,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Settings of one request's sampling; they travel with the tokens, because the loss needs the same distribution."""
 
     temperature: float = 1.0
-    """Logits are divided by it; 0 is greedy (its log-probabilities are those of temperature 1)."""
+    """Logits are divided by it, `LEAST_TEMPERATURE` or above; 0 is greedy (its log-probabilities are those of 1)."""
     top_p: float = 1.0
     """Keep the smallest set of tokens whose probabilities reach it; 1 keeps all."""
     top_k: int = 0
@@ -40,8 +42,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     def require_valid(self) -> None:
         """Raise `SettingsError` for a value outside its range, naming the field."""
-        if not self.temperature >= 0:
-            raise SettingsError(f"sampling.temperature is {self.temperature}; it must be 0 (greedy) or above")
+        if not (self.temperature == 0 or self.temperature >= LEAST_TEMPERATURE):
+            raise SettingsError(
+                f"sampling.temperature is {self.temperature}; it must be 0 (greedy), or {LEAST_TEMPERATURE:g} or above"
+            )
         if not 0 < self.top_p <= 1:
             raise SettingsError(f"sampling.top_p is {self.top_p}; it must be in (0, 1]")
         if self.top_k < 0:

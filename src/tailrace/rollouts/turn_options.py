@@ -14,6 +14,7 @@ from typing import SupportsIndex, cast
 import numpy as np
 
 from tailrace.records import Int32Array, as_token_ids
+from tailrace.records.sampling import LEAST_TEMPERATURE
 
 _MOST_TOKEN_ID = int(np.iinfo(np.int32).max)
 
@@ -92,8 +93,9 @@ def _temperature(asked: object) -> float:
     if isinstance(asked, bool) or not isinstance(asked, Real):
         raise TypeError(f"chat(temperature={asked!r}) takes a number")
     number = float(asked)
-    if not (number > 0 and math.isfinite(number)):
+    if not (number >= LEAST_TEMPERATURE and math.isfinite(number)):
         raise ValueError(
-            f"chat(temperature={number}): what is trained on is sampled at a temperature above 0, and a finite one"
+            f"chat(temperature={number}): what is trained on is sampled at a temperature of {LEAST_TEMPERATURE:g} or "
+            "above, and a finite one"
         )
     return number

@@ -187,11 +187,11 @@ class ConnectedGenerator(ReplicaSource):
                 f"them: {NO_SUPPORTS}; leave them out, or serve with the torch engine or, on GPUs, with "
                 "generator.vllm.return_sampling_mask = true"
             )
-        least, highest = welcome.limits.least_temperature, welcome.limits.highest_temperature
-        for key, temperature in self._settings.temperatures_outside(least, highest):
+        highest = welcome.limits.highest_temperature
+        for key, temperature in self._settings.temperatures_outside(0.0, highest):
             raise SettingsError(
                 f"{key} asks for a temperature of {temperature:g}, and the generator at {self._address} samples at "
-                f"{least:g} to {highest:g}: write one of those, or serve with another engine"
+                f"{highest:g} at most: write less, or serve with another engine"
             )
         return welcome
 

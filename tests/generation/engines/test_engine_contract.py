@@ -402,6 +402,7 @@ def test_statistics_count_what_runs_and_what_waits(engines: EngineKind) -> None:
         (request("r", [-1], max_tokens=1), "token id -1"),
         (request("r", [1], temperature=-1.0), "temperature"),
         (request("r", [1], temperature=float("nan")), "temperature"),
+        (request("r", [1], temperature=1e-40), "temperature is 1e-40; it must be 0 .greedy., or 0.01 or above"),
         (request("r", [1], max_tokens=0), "max_tokens"),
         (request("r", [1], stop_token_ids=tuple(range(129))), "names 129 tokens; 128 are the most"),
         (request("r", [1], stop_token_ids=(5, 2**63)), f"holds {2**63}, which no token has"),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from tailrace.config.contradictions.contradiction import Contradiction, first_twice, key_of_other_hosts
 from tailrace.errors import SettingsError
-from tailrace.generation.engines.vllm.requests import HIGHEST_TEMPERATURE, LEAST_TEMPERATURE
+from tailrace.generation.engines.vllm.requests import HIGHEST_TEMPERATURE
+from tailrace.records.sampling import LEAST_TEMPERATURE
 from tailrace.transport.keys import require_safe_address
 
 if TYPE_CHECKING:
@@ -143,13 +145,18 @@ def _support_room(settings: RunSettings) -> Iterator[Contradiction]:
 
 
 def _temperatures(settings: RunSettings) -> Iterator[Contradiction]:
-    """Generators that run already say themselves what they take, once they are connected."""
-    if settings.generator.engine != "vllm" or settings.generator.connect:
+    for key, temperature in settings.temperatures_outside(LEAST_TEMPERATURE, math.inf):
+        yield Contradiction(
+            f"{key} asks for a temperature of {temperature:g}, and engines sample at {LEAST_TEMPERATURE:g} or above: "
+            "write one of those",
+            key,
+        )
+    if settings.generator.engine != "vllm" or settings.generator.connect:  # the latter say themselves what they take
         return
-    for key, temperature in settings.temperatures_outside(LEAST_TEMPERATURE, HIGHEST_TEMPERATURE):
+    for key, temperature in settings.temperatures_outside(0.0, HIGHEST_TEMPERATURE):
         yield Contradiction(
             f"{key} asks for a temperature of {temperature:g}, and generator.engine = 'vllm' samples at "
-            f"{LEAST_TEMPERATURE:g} to {HIGHEST_TEMPERATURE:g}: write one of those, or choose the torch engine",
+            f"{HIGHEST_TEMPERATURE:g} at most: write less, or choose the torch engine",
             *(key, "generator.engine"),
         )
 

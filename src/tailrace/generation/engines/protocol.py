@@ -129,8 +129,6 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Whether it takes requests with `score_top_k`."""
     guides: bool = False
     """Whether it takes requests with `sampling.json_schema`."""
-    least_temperature: float = 0.0
-    """Above 0, which is greedy."""
     highest_temperature: float = math.inf
 
     def require_acceptable(self, request: GenerationRequest, running: Container[str] = ()) -> None:
@@ -144,11 +142,10 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
             request.sampling.require_valid()
         except SettingsError as error:
             raise RequestRefused(f"{name}: {error}") from error
-        temperature = request.sampling.temperature
-        if temperature and not self.least_temperature <= temperature <= self.highest_temperature:
+        if request.sampling.temperature > self.highest_temperature:
             raise RequestRefused(
-                f"{name}: sampling.temperature is {temperature:g}; this engine takes 0 (greedy), or "
-                f"{self.least_temperature:g} to {self.highest_temperature:g}"
+                f"{name}: sampling.temperature is {request.sampling.temperature:g}; this engine takes "
+                f"{self.highest_temperature:g} at most"
             )
         if request.sampling.returns_supports and request.sampling.restricts and not self.returns_supports:
             raise RequestRefused(f"{name} is for training with top-p or top-k: {NO_SUPPORTS}")

@@ -26,7 +26,6 @@ from tailrace.generation.engines.vllm.nodes import Nodes
 from tailrace.generation.engines.vllm.progress import Progress
 from tailrace.generation.engines.vllm.requests import (
     HIGHEST_TEMPERATURE,
-    LEAST_TEMPERATURE,
     PrefixSalts,
     core_request,
 )
@@ -96,7 +95,6 @@ class VllmEngine(Engine):
             returns_supports=config.model_config.return_sampling_mask,
             scores_prompts=True,
             guides=True,
-            least_temperature=LEAST_TEMPERATURE,
             highest_temperature=HIGHEST_TEMPERATURE,
         )
         self._guide = Guide(core.engine_core)

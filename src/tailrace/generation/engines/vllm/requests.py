@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
     from vllm.v1.engine import EngineCoreRequest
 
-LEAST_TEMPERATURE = 0.01
-"""Above 0: vLLM samples at this one where it is asked for less."""
 HIGHEST_TEMPERATURE = 2.0
 """vLLM refuses what is above."""
 
