@@ -90,7 +90,7 @@ async def test_a_generator_that_cannot_tell_is_refused_before_the_first_rollout(
     ("key", "overrides"),
     [
         ("rollouts.temperature", ("--rollouts.temperature", "2.5")),
-        ("rollouts.evaluation.temperature", ("--rollouts.evaluation.temperature", "0.001")),
+        ("rollouts.evaluation.temperature", ("--rollouts.evaluation.temperature", "2.25")),
         ("environments", ("--environment.temperature", "3")),
     ],
 )
@@ -99,6 +99,6 @@ async def test_a_generator_that_takes_no_such_temperature_is_refused_before_the_
 ) -> None:
     found = await refusal(Narrow, *overrides)
     assert found.startswith(f"{key} asks for a temperature of {overrides[1]}, and the generator at tcp://127.0.0.1:")
-    assert found.endswith("samples at 0.01 to 2: write one of those, or serve with another engine")
+    assert found.endswith("samples at 2 at most: write less, or serve with another engine")
     assert await refusal(SimulatedEngine, *overrides) == ""
     assert await refusal(Narrow, "--rollouts.evaluation.temperature", "0") == ""
