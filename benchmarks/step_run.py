@@ -39,7 +39,8 @@ class RunRow:
     case: str
     phase: str
     cpu_s: float
-    """Of the orchestrator's process; for `trainer`, wall time until all tensors are ready."""
+    """Of the orchestrator's process; for `trainer`, wall time until all tensors are ready. Short stretches of phases
+    count in wall time: on a busy machine they come to more than the process took, and the rest to less than nothing."""
     cpu_us_per_turn: float
     share: float | None
     """Of the orchestrator's CPU time."""
@@ -116,14 +117,15 @@ async def run_case(case: str, *, with_experts: bool, steps: int) -> list[RunRow]
 
 
 def phase_rows(case: str, metrics: Sequence[Metrics], total_s: float) -> Iterator[RunRow]:
-    """The dearest phases, dearest first, and the trainer's time until tensors are ready."""
+    """The dearest phases, dearest first, what is left of `total_s`, and the trainer's time until tensors are ready."""
     costs: dict[str, list[float]] = {}
     for step in metrics:
         for cost in phase_costs(step):
             costs.setdefault(cost.name, []).append(cost.cost_s)
     medians = {name: statistics.median(values) for name, values in costs.items()}
-    for name in sorted(medians, key=lambda name: -medians[name])[:_PHASES_SHOWN]:
-        yield RunRow(case, name, medians[name], per_turn(medians[name]), medians[name] / total_s)
+    shown = {name: medians[name] for name in sorted(medians, key=lambda name: -medians[name])[:_PHASES_SHOWN]}
+    for name, cost_s in {**shown, "everything else": total_s - sum(shown.values())}.items():
+        yield RunRow(case, name, cost_s, per_turn(cost_s), cost_s / total_s)
     trained_s = statistics.median(step["training/step_s"] for step in metrics)
     yield RunRow(case, "trainer", trained_s, per_turn(trained_s), None)
 
