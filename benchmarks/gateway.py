@@ -33,7 +33,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -73,6 +73,8 @@ class Row:
     case: str
     rollouts: int
     turns: int
+    ranges: dict[str, str]
+    """Of the runs whose medians the figures are."""
     gateway_ms_per_turn: float
     chat_ms_per_turn: float
     target_ms: float
@@ -87,6 +89,7 @@ class OutsideRow:
     case: str
     rollouts: int
     turns: int
+    ranges: dict[str, str]
     orchestrator_ms_per_turn: float
     worker_ms_per_turn: float
     lag_p99_ms: float
@@ -102,6 +105,7 @@ class ServerRow:
     requests_per_cpu_s: float
     vllm_requests_per_cpu_s: float
     ratio: float
+    ratio_range: str
     target_ratio: float
     met: bool
 
@@ -229,6 +233,7 @@ async def cpu_case(name: str, rollouts: int, turns: int, step_s: float, chat_ms:
         case=name,
         rollouts=rollouts,
         turns=played["turns"],
+        ranges={},
         gateway_ms_per_turn=http_ms - chat_ms,
         chat_ms_per_turn=chat_ms,
         target_ms=CPU_MS[name],
@@ -284,7 +289,16 @@ async def outside_case(name: str, rollouts: int, turns: int, step_s: float) -> O
         watching.cancel()
     lag_ms = 1e3 * sorted(lags)[int(0.99 * len(lags))]
     return OutsideRow(
-        name, rollouts, played["turns"], own_ms, workers_ms, lag_ms, LAG_MS, played["turns"] / wall_s, lag_ms <= LAG_MS
+        case=name,
+        rollouts=rollouts,
+        turns=played["turns"],
+        ranges={},
+        orchestrator_ms_per_turn=own_ms,
+        worker_ms_per_turn=workers_ms,
+        lag_p99_ms=lag_ms,
+        target_lag_ms=LAG_MS,
+        turns_per_s=played["turns"] / wall_s,
+        met=lag_ms <= LAG_MS,
     )
 
 
@@ -296,23 +310,24 @@ def cpu_s(process: psutil.Process) -> float:
 def median_outside(runs: list[OutsideRow]) -> OutsideRow:
     """Each figure's own median."""
     figures = ("orchestrator_ms_per_turn", "worker_ms_per_turn", "lag_p99_ms", "turns_per_s")
-    medians = {name: statistics.median(getattr(run, name) for run in runs) for name in figures}
-    return replace(runs[0], **medians, met=medians["lag_p99_ms"] <= LAG_MS)
+    medians, ranges = medians_of(runs, figures), ranges_of(runs, figures)
+    return replace(runs[0], **medians, ranges=ranges, met=medians["lag_p99_ms"] <= LAG_MS)
 
 
 def median_row(runs: list[Row]) -> Row:
     """Each figure's own median."""
-    http_ms, lag_ms = (
-        statistics.median(run.gateway_ms_per_turn for run in runs),
-        statistics.median(run.lag_p99_ms for run in runs),
-    )
-    return replace(
-        runs[0],
-        gateway_ms_per_turn=http_ms,
-        lag_p99_ms=lag_ms,
-        turns_per_s=statistics.median(run.turns_per_s for run in runs),
-        met=http_ms <= runs[0].target_ms and lag_ms <= LAG_MS,
-    )
+    figures = ("gateway_ms_per_turn", "lag_p99_ms", "turns_per_s")
+    medians, ranges = medians_of(runs, figures), ranges_of(runs, figures)
+    met = medians["gateway_ms_per_turn"] <= runs[0].target_ms and medians["lag_p99_ms"] <= LAG_MS
+    return replace(runs[0], **medians, ranges=ranges, met=met)
+
+
+def medians_of(runs: Sequence[Row | OutsideRow], figures: Sequence[str]) -> dict[str, float]:
+    return {name: statistics.median(getattr(run, name) for run in runs) for name in figures}
+
+
+def ranges_of(runs: Sequence[Row | OutsideRow], figures: Sequence[str]) -> dict[str, str]:
+    return {name: f"{min(of):.3g} to {max(of):.3g}" for name in figures if (of := [getattr(run, name) for run in runs])}
 
 
 def tailrace_server(log: Path, key_file: Path) -> AbstractContextManager[tuple[str, psutil.Process]]:
@@ -349,8 +364,9 @@ async def beside_vllm(rollouts: int, turns: int, runs: int) -> ServerRow:
                     per_cpu_s[name].append(played["turns"] / (tree_cpu_s(process) - before_s))
     ours, theirs = (statistics.median(per_cpu_s[name]) for name in ("tailrace", "vllm"))
     pairs = zip(per_cpu_s["tailrace"], per_cpu_s["vllm"], strict=True)
-    ratio = statistics.median(one / other for one, other in pairs)
-    return ServerRow("beside-vllm", rollouts * turns, ours, theirs, ratio, RATIO, ratio >= RATIO)
+    ratios = [one / other for one, other in pairs]
+    ratio, ratio_range = statistics.median(ratios), f"{min(ratios):.2f} to {max(ratios):.2f}"
+    return ServerRow("beside-vllm", rollouts * turns, ours, theirs, ratio, ratio_range, RATIO, ratio >= RATIO)
 
 
 async def memory_case(total_turns: int) -> MemoryRow:

@@ -83,8 +83,10 @@ class SpeedRow:
     ratio_range: str
     ratio_one_step: float
     ratio_defaults: float
+    ratio_defaults_range: str
     wall_ratio: float
     """Tokens per second of wall time on two cores: TRL's process has two threads, Tailrace's have one each."""
+    wall_ratio_range: str
     tailrace_mean_tokens: float
     trl_mean_tokens: float
     target: float
@@ -102,6 +104,9 @@ class LearningRow:
     tailrace_generated_tokens: int
     trl_generated_tokens: int
     reward_before: float
+    tailrace_rewards: str
+    """Of each seed."""
+    trl_rewards: str
     tailrace_reward: float
     tailrace_standard_error: float
     trl_reward: float
@@ -146,6 +151,14 @@ class Repeat:
     def ratio(self) -> float:
         return self.tailrace.tokens_per_cpu_s / self.trl.tokens_per_cpu_s
 
+    @property
+    def ratio_defaults(self) -> float:
+        return self.tailrace.tokens_per_cpu_s / self.trl_defaults.tokens_per_cpu_s
+
+    @property
+    def wall_ratio(self) -> float:
+        return self.tailrace.tokens_per_s / self.trl_two_threads.tokens_per_s
+
 
 def run_sides(workload: str, precision: str, folder: Path, steps: tuple[int, int, int], name: str) -> Repeat:
     """In turns, so that all sides have the machine as it is just then."""
@@ -161,13 +174,16 @@ def run_sides(workload: str, precision: str, folder: Path, steps: tuple[int, int
 
 
 def speed_row(workload: str, precision: str, repeats: list[Repeat]) -> SpeedRow:
-    """Medians, and the range of the ratio that has a target."""
+    """Medians, and ranges of ratios."""
 
     def middle(rate: Callable[[Repeat], float]) -> float:
         return statistics.median(map(rate, repeats))
 
-    ratios = [repeat.ratio for repeat in repeats]
-    ratio, target = statistics.median(ratios), TARGETS[workload, precision]
+    def extent(rate: Callable[[Repeat], float]) -> str:
+        rates = [rate(repeat) for repeat in repeats]
+        return f"{min(rates):.2f} to {max(rates):.2f}"
+
+    ratio, target = middle(lambda one: one.ratio), TARGETS[workload, precision]
     return SpeedRow(
         case=workload,
         precision=precision,
@@ -177,10 +193,12 @@ def speed_row(workload: str, precision: str, repeats: list[Repeat]) -> SpeedRow:
         trl=middle(lambda one: one.trl.tokens_per_cpu_s),
         trl_defaults=middle(lambda one: one.trl_defaults.tokens_per_cpu_s),
         ratio=ratio,
-        ratio_range=f"{min(ratios):.2f} to {max(ratios):.2f}",
+        ratio_range=extent(lambda one: one.ratio),
         ratio_one_step=middle(lambda one: one.tailrace_one_step.tokens_per_cpu_s / one.trl.tokens_per_cpu_s),
-        ratio_defaults=middle(lambda one: one.tailrace.tokens_per_cpu_s / one.trl_defaults.tokens_per_cpu_s),
-        wall_ratio=middle(lambda one: one.tailrace.tokens_per_s / one.trl_two_threads.tokens_per_s),
+        ratio_defaults=middle(lambda one: one.ratio_defaults),
+        ratio_defaults_range=extent(lambda one: one.ratio_defaults),
+        wall_ratio=middle(lambda one: one.wall_ratio),
+        wall_ratio_range=extent(lambda one: one.wall_ratio),
         tailrace_mean_tokens=middle(lambda one: one.tailrace.mean_tokens),
         trl_mean_tokens=middle(lambda one: one.trl.mean_tokens),
         target=target,
@@ -231,6 +249,8 @@ def learning(folder: Path, seeds: tuple[int, ...], steps: int) -> LearningRow:
         tailrace_generated_tokens=round(statistics.mean(tailrace.generated_tokens for tailrace, _ in runs)),
         trl_generated_tokens=round(statistics.mean(trl.generated_tokens for _, trl in runs)),
         reward_before=before,
+        tailrace_rewards=", ".join(f"{reward:.4f}" for reward in ours),
+        trl_rewards=", ".join(f"{reward:.4f}" for reward in theirs),
         tailrace_reward=statistics.mean(ours),
         tailrace_standard_error=errors[0],
         trl_reward=statistics.mean(theirs),
