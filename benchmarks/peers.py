@@ -78,7 +78,7 @@ TRL_TUNED = {
     "fixed-float32": Tuning(micro_batch=16),
     "fixed-bfloat16": replace(TRL_ON_POLICY, steps_per_generation=32, attention="eager"),
 }
-"""The best of `trl_sweep.py`, by case."""
+"""The best of `trl_sweep.py`, by case, on the processor of 2026-11-22 (see docs/benchmarks.md)."""
 
 
 @dataclass(frozen=True)

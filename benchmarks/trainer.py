@@ -85,7 +85,8 @@ TRL_TUNED = {
     "smollm2-float32-long": replace(_KEEPS, micro_batch=1),
     "smollm2-bfloat16-long": replace(_KEEPS, micro_batch=1),
 }
-"""The best of `--sweep`, by case."""
+"""The best of `--sweep` for `small` with natural lengths and for `smollm2-bfloat16-natural`; the others of `smollm2`
+were not swept. Long rows have a batch of one, which leaves nothing to pad."""
 
 
 @dataclass(frozen=True)

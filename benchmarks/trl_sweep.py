@@ -3,8 +3,9 @@
     make bench-trl-env                       # once: TRL in an environment of its own
     python benchmarks/trl_sweep.py [--json] [--quick] [--case natural-float32 ...]
 
-From TRL's own defaults on: glibc's allocator as Tailrace sets its own, per-device batches of 8 to 64 (accumulated up to
-64), generations of 1, 4, one optimizer step's and four optimizer steps' passes, attention, continuous batching. Figures
+From TRL's own defaults on: glibc's allocator as Tailrace sets its own, per-device batches of 4 to 64 (accumulated up to
+64), generations of 1, 4, one optimizer step's and four optimizer steps' passes, eager attention (at the best batch, at
+4 and at 16, since which batch is best depends on it), continuous batching. Figures
 are trained completion tokens over CPU time, one thread; every candidate makes four optimizer steps, so that all of them
 train what they generated. One measurement wavers by some percent, so the best three run twice more, in turns, and the
 best median is the best. By default the two natural workloads; a case takes 5 to 10 min, with `--quick` one optimizer
@@ -55,13 +56,24 @@ def candidates(best: Tuning, setting: str) -> Iterator[Tuning]:
     passes = BATCH_SIZE // best.micro_batch
     values: dict[str, list[object]] = {
         "has_our_allocator": [True],
-        "micro_batch": [16, 32, 64],
+        "micro_batch": [4, 16, 32, 64],
         "steps_per_generation": sorted({1, 4, 4 * passes} - {passes}),
-        "attention": ["eager"],
         "continuous_batching": [True],
     }
-    for value in values[setting]:
-        yield replace(best, **{setting: value})
+    if setting == "attention":
+        for size in sorted({4, 16, best.micro_batch}):
+            yield replace(with_batch(best, size), attention="eager")
+    else:
+        for value in values[setting]:
+            yield replace(best, **{setting: value})
+
+
+def with_batch(tuning: Tuning, micro_batch: int) -> Tuning:
+    """The same with another batch per device; a generation is of as many rollouts."""
+    passes = tuning.steps_per_generation
+    if passes is not None:
+        passes = max(1, passes * tuning.micro_batch // micro_batch)
+    return replace(tuning, micro_batch=micro_batch, steps_per_generation=passes)
 
 
 SETTINGS = ("has_our_allocator", "micro_batch", "steps_per_generation", "attention", "continuous_batching")
