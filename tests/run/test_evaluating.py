@@ -9,10 +9,10 @@ import pytest
 
 from tailrace.config import RunSettings
 from tailrace.config.sources import recipe_folder
-from tailrace.errors import SettingsError
+from tailrace.errors import EnvironmentFailed, SettingsError
 from tailrace.lifecycle.resources import shared_memory_folder
 from tailrace.run.evaluating import evaluate_model, save_rollouts
-from tests.run.runs import records, tiny_settings
+from tests.run.runs import environment, records, tiny_settings
 from tests.run.test_serve import address_of, serving
 
 INLINE = ("--placement", "inline")
@@ -55,3 +55,9 @@ async def test_generators_that_run_already_measure_the_model_that_they_serve_wha
 async def test_generators_that_fail_before_they_served_fail_the_evaluation_once() -> None:
     with pytest.raises(SettingsError, match=r"generator\.device = 'xpu:7' cannot be used here"):
         await evaluate_model(settings("--generator.replicas", "2", "--generator.device", "xpu:7"), limit=2)
+
+
+async def test_an_environment_that_no_worker_can_load_fails_the_evaluation_once() -> None:
+    held_out = ("--environment.eval_tasks", "1")
+    with pytest.raises(EnvironmentFailed, match="not in a worker"):
+        await evaluate_model(settings(*INLINE, *environment("loading_only_here"), *held_out))

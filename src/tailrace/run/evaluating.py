@@ -3,34 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-import tempfile
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
 import msgspec
 
-from tailrace.config import RunSettings, with_scaled_deadlines
-from tailrace.lifecycle.event_loop import first_done
+from tailrace.config import RunSettings
 from tailrace.output_files import require_writable, writing_to
 from tailrace.records import Json, Rollout
 from tailrace.reporting.conversations import conversation_lines
 from tailrace.reporting.evaluation_figures import EVALUATED
 from tailrace.reporting.rollout_records import RolloutEntry, encode_line, rollout_record
-from tailrace.rollouts import LoadedEnvironment, Rollouter
+from tailrace.rollouts import LoadedEnvironment
 from tailrace.run.engines import require_engine
-from tailrace.run.outside import require_inside
 from tailrace.run.parts import (
     held_out_tasks,
     load_environments,
-    make_renderer,
-    make_rollouter,
     require_held_out_tasks,
-    within_own_context,
 )
-from tailrace.run.started_roles import open_generate
+from tailrace.run.playing import Playing, playing
 from tailrace.scheduling import EvaluationResult, evaluate
 
 
@@ -60,39 +53,24 @@ async def evaluate_model(
     """Run every held-out task of every environment once, or the first `limit` of each, with the generators of `train`.
 
     `greedy` runs every task once more, by greedy decoding; `given` are environments that only this process has. Raises
-    `DataError` when no environment has held-out tasks, and what all generators failed with.
+    `DataError` when no environment has held-out tasks, and as `playing` does.
     """
     require_engine(settings.generator)
     environments = await asyncio.to_thread(load_environments, settings, given)
     require_held_out_tasks(environments)
-    require_inside(environments, "tailrace eval")
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tailrace-eval-")))
-        renderer = await asyncio.to_thread(make_renderer, settings, folder)
-        settings = with_scaled_deadlines(within_own_context(settings, renderer))
-        async with (
-            open_generate(settings, folder) as (generate, failed),
-            make_rollouter(settings, environments, renderer=renderer, generate=generate) as rollouter,
-        ):
-            measured = [loaded for loaded in environments.values() if len(loaded.spec.eval_tasks)]
-            try:  # all rollouts meet the failure of their generators: it is raised once
-                found = [
-                    await first_done(failed(), _evaluate_one(settings, one, rollouter, limit, greedy))
-                    for one in measured
-                ]
-            except ExceptionGroup as group:
-                raise group.exceptions[0] from group
-    return found
+    async with playing(settings, environments, "eval") as play:
+        measured = [loaded for loaded in environments.values() if len(loaded.spec.eval_tasks)]
+        return [await play.within(_evaluate_one(play, one, limit, greedy)) for one in measured]
 
 
 async def _evaluate_one(
-    settings: RunSettings, environment: LoadedEnvironment, rollouter: Rollouter, limit: int | None, greedy: bool
+    play: Playing, environment: LoadedEnvironment, limit: int | None, greedy: bool
 ) -> EnvironmentEvaluation:
-    clock = asyncio.get_running_loop().time
+    settings, clock = play.settings, asyncio.get_running_loop().time
     name, began_s = environment.spec.name, clock()
     found = []
     for is_greedy in (False, True) if greedy else (False,):
-        runner = rollouter.runner(evaluation_seed=settings.seed, greedy=is_greedy)
+        runner = play.rollouter.runner(evaluation_seed=settings.seed, greedy=is_greedy)
         tasks = held_out_tasks(environment, settings.seed, limit)
         found.append((await evaluate(tasks, runner, concurrency=settings.max_running))[name])
     return EnvironmentEvaluation(name, found[0], found[1] if greedy else None, clock() - began_s)

@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import tempfile
 from collections.abc import Sequence
-from contextlib import ExitStack
-from pathlib import Path
 
-from tailrace.config import RunSettings, list_recipes, load_settings, with_scaled_deadlines
+from tailrace.config import RunSettings, list_recipes, load_settings
 from tailrace.errors import RequestRefused, RolloutError
-from tailrace.lifecycle.event_loop import first_done
 from tailrace.records import Group, GroupId, Rollout, RolloutId, Task
 from tailrace.reporting.trials import Failure, Trial, TriedGroup, trial_text
 from tailrace.rollouts import LoadedEnvironment, Rollouter
 from tailrace.run.engines import require_engine
-from tailrace.run.orchestrator import root_cause
-from tailrace.run.outside import require_inside
-from tailrace.run.parts import load_environments, make_renderer, make_rollouter, within_own_context
-from tailrace.run.started_roles import open_generate
+from tailrace.run.parts import load_environments
+from tailrace.run.playing import Playing, playing
 from tailrace.scheduling import TaskSource, TaskStream
 from tailrace.tracing.lag import LoopLagMonitor
 from tailrace.tracing.phases import PhaseRecorder
@@ -54,29 +48,13 @@ async def try_environments(
     if settings.rollouts.agent_workers == "auto":  # what holds the loop is told, and a debugger stops in an agent
         settings = settings.model_copy(update={"rollouts": settings.rollouts.model_copy(update={"agent_workers": 0})})
     environments = await asyncio.to_thread(load_environments, settings)
-    require_inside(environments, "tailrace try")
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tailrace-try-")))
-        renderer = await asyncio.to_thread(make_renderer, settings, folder)
-        settings = with_scaled_deadlines(within_own_context(settings, renderer))
-        async with (
-            open_generate(settings, folder) as (generate, failed),
-            make_rollouter(settings, environments, renderer=renderer, generate=generate) as rollouter,
-        ):
-            try:  # all rollouts meet the failure of their generators: it is raised once
-                await rollouter.start()
-                trials = [
-                    await first_done(failed(), _try(settings, loaded, rollouter, tasks, group_size))
-                    for loaded in environments.values()
-                ]
-            except ExceptionGroup as group:
-                raise root_cause(group) from group
-    return [(trial, trial_text(trial, renderer.tokenizer.decode, tokens=tokens)) for trial in trials]
+    async with playing(settings, environments, "try") as play:
+        trials = [await play.within(_try(play, loaded, tasks, group_size)) for loaded in environments.values()]
+    return [(trial, trial_text(trial, play.renderer.tokenizer.decode, tokens=tokens)) for trial in trials]
 
 
-async def _try(
-    settings: RunSettings, environment: LoadedEnvironment, rollouter: Rollouter, tasks: int, group_size: int
-) -> Trial:
+async def _try(play: Playing, environment: LoadedEnvironment, tasks: int, group_size: int) -> Trial:
+    settings, rollouter = play.settings, play.rollouter
     drawn = TaskStream([TaskSource(environment.spec)], seed=settings.seed, max_epochs=1)
     keys = [key for key in (drawn.draw() for _ in range(tasks)) if key is not None]
     groups = [TriedGroup(await drawn.make(key)) for key in keys]

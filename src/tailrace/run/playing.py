@@ -1,0 +1,61 @@
+"""What commands that play rollouts without training have in common: `tailrace eval` and `tailrace try`."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import AsyncIterator, Coroutine, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tailrace.config import RunSettings, with_scaled_deadlines
+from tailrace.lifecycle.event_loop import first_done
+from tailrace.rollouts import ChatRenderer, LoadedEnvironment, Rollouter
+from tailrace.run.orchestrator import root_cause
+from tailrace.run.outside import require_inside
+from tailrace.run.parts import make_renderer, make_rollouter, within_own_context
+from tailrace.run.started_roles import Watch, open_generate
+
+ResultT = TypeVar("ResultT")
+
+
+@dataclass(frozen=True, slots=True)
+class Playing:
+    """What rollouts are played with, until its block ends."""
+
+    settings: RunSettings
+    """As a run would have them: within the model's own context, deadlines scaled."""
+    renderer: ChatRenderer
+    rollouter: Rollouter
+    _failed: Watch
+
+    async def within(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
+        """What `work` returns, unless all generators fail before: raises that."""
+        return await first_done(self._failed(), work)
+
+
+@asynccontextmanager
+async def playing(
+    settings: RunSettings, environments: Mapping[str, LoadedEnvironment], command: str
+) -> AsyncIterator[Playing]:
+    """Generators and a started rollouter over these environments; what its block raises in groups is raised once.
+
+    Raises `ModelError` and `SettingsError` for what a run would be refused for, what `Rollouter.start` raises, and what
+    all generators failed with.
+    """
+    require_inside(environments, f"tailrace {command}")
+    with tempfile.TemporaryDirectory(prefix=f"tailrace-{command}-") as temporary:
+        folder = Path(temporary)
+        renderer = await asyncio.to_thread(make_renderer, settings, folder)
+        settings = with_scaled_deadlines(within_own_context(settings, renderer))
+        async with (
+            open_generate(settings, folder) as (generate, failed),
+            make_rollouter(settings, environments, renderer=renderer, generate=generate) as rollouter,
+        ):
+            try:  # all rollouts meet the failure of their generators
+                await rollouter.start()
+                yield Playing(settings, renderer, rollouter, failed)
+            except ExceptionGroup as group:
+                raise root_cause(group) from group
