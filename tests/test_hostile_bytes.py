@@ -80,7 +80,7 @@ from tailrace.training.checkpoints.files import (
     FileEntry,
     Manifest,
     read_manifest,
-    scheduler_state_in,
+    read_trainer_state,
     verify_checkpoint,
 )
 from tailrace.transport.batches.channels import BatchAcknowledged
@@ -375,7 +375,7 @@ def captures(folder: Path) -> Reader:
 
 def checkpoints(folder: Path) -> Reader:
     state = folder / "trainer.pt"
-    torch.save({"step": 3, "scheduler_state": b"{}", "randomness": {"torch": torch.get_rng_state()}}, state)
+    torch.save({"step": 3, "version": 3, "randomness": {"torch": torch.get_rng_state()}}, state)
     saved = state.read_bytes()
 
     def manifest_of(content: bytes) -> bytes:
@@ -390,7 +390,8 @@ def checkpoints(folder: Path) -> Reader:
         else:  # whoever changed it changed its checksum as well
             state.write_bytes(content)
             (folder / "manifest.json").write_bytes(manifest_of(content))
-            scheduler_state_in(folder)
+            verify_checkpoint(folder)
+            read_trainer_state(folder)
 
     return Reader([saved, manifest_of(saved)], read, CheckpointError, 20)
 

@@ -15,7 +15,7 @@ LINES = [
     {
         "step": step,
         "wall_s": 2.0 * step,
-        "policy/version": step - (step >= 3),  # step 3 was skipped
+        "policy/version": step - (step >= 3),
         "batch/rollouts": 4,
         "batch/loss_tokens": 10.0 * step,
         "staleness/mean": 0.5,
@@ -29,7 +29,8 @@ LINES = [
         "cpu/orchestrator_s": 0.5,
         "memory/trainer_rss_bytes": 1e6 * (3 - step),
         "lag/max_s": 0.1,
-        **({"rollout/filtered/nonfinite": 4} if step == 3 else {}),
+        "policy/skipped_steps": int(step == 3),
+        **({"rollout/filtered/nonfinite": 4} if step == 3 else {"rollout/trained": 4}),
     }
     for step in (1, 2, 3, 4)
 ]
@@ -56,8 +57,7 @@ def test_each_metric_is_reduced_over_the_run_as_over_a_step() -> None:
 
 
 def test_what_is_drawn_of_a_long_run_is_bounded_and_of_all_its_steps() -> None:
-    line = LINES[0] | {"policy/skipped_steps": 0}
-    totals = RunTotals({**line, "step": step, "wall_s": 2.0 * step, "reward/mean": step} for step in range(1, 5001))
+    totals = RunTotals({**LINES[0], "step": step, "wall_s": 2.0 * step, "reward/mean": step} for step in range(1, 5001))
     for curve in (totals.rewards, totals.generation_tokens_per_s, totals.training_tokens_per_s):
         assert 512 <= len(curve.points) <= 1024
     assert (totals.rewards.first, totals.rewards.newest) == (1, 5000)
@@ -103,13 +103,9 @@ def test_a_skipped_step_trained_nothing() -> None:
 
 
 @pytest.mark.parametrize("versions", [(1, 1, 2, 2), (1, 2, 3, 4)])
-def test_where_lines_say_which_steps_were_skipped_their_versions_do_not(versions: tuple[int, ...]) -> None:
+def test_which_steps_were_skipped_is_not_told_by_their_versions(versions: tuple[int, ...]) -> None:
     """A trainer outside publishes every second step; ours, started again, skips a step that had made a version."""
-    told = [
-        {**line, "policy/version": version, "policy/skipped_steps": int(line["step"] == 3)}
-        for line, version in zip(LINES, versions, strict=True)
-    ]
-    totals = RunTotals(told)
+    totals = RunTotals({**line, "policy/version": version} for line, version in zip(LINES, versions, strict=True))
     assert (totals.tokens_trained, totals.rollouts_trained) == (10 + 20 + 40, 12)
     assert totals.ledger() == RunTotals(LINES).ledger()
     assert totals.sum("policy/skipped_steps") == 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import shutil
 import signal
 from collections import Counter
@@ -11,8 +10,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-import torch
-import xxhash
 
 from tailrace.config import load_settings
 from tailrace.errors import SettingsError
@@ -136,27 +133,6 @@ async def test_a_crash_around_the_batch_of_a_step_costs_no_task(tmp_path: Path, 
     assert Counter(trained_tasks(folder)) == {f"words/train/{index}": 2 for index in range(20)}
     names = [record["rollout_id"] for record in rollouts(folder)]
     assert len(set(names)) == len(names)
-
-
-async def test_a_checkpoint_that_holds_the_scheduler_state_itself_is_resumed(tmp_path: Path) -> None:
-    await run_inline(tmp_path, *DATA, "--max_steps", "3")
-    states, checkpoint = tmp_path / "run" / "scheduler", tmp_path / "run" / "checkpoints" / "step_000003"
-    put_into(checkpoint, (states / "step_000003.json").read_bytes())
-    shutil.rmtree(states)
-    await run_inline(tmp_path, *DATA, "--max_steps", "100", "--max_epochs", "1", *RESUMED)
-    assert Counter(trained_tasks(tmp_path / "run")) == {f"words/train/{index}": 2 for index in range(20)}
-
-
-def put_into(checkpoint: Path, state: bytes) -> None:
-    """Make it what older versions wrote."""
-    file, manifest = checkpoint / "trainer.pt", checkpoint / "manifest.json"
-    torch.save(torch.load(file) | {"scheduler_state": state}, file)
-    told = json.loads(manifest.read_text())
-    told["files"]["trainer.pt"] = {
-        "num_bytes": file.stat().st_size,
-        "xxh3": xxhash.xxh3_64(file.read_bytes()).hexdigest(),
-    }
-    manifest.write_text(json.dumps(told))
 
 
 async def test_a_checkpoint_without_its_scheduler_state_is_refused(tmp_path: Path) -> None:

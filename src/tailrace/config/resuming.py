@@ -44,17 +44,14 @@ _OF_ONE_PLACE = frozenset(
 """Settings that say how a run's work is spread, how long is waited for what and who is told, and change nothing of what
 it learns: a resume may have others."""
 
-_GONE = frozenset({"generator.router.max_restarts"})
-"""Settings that older versions wrote, and that have no meaning any more."""
-
 _UNSET = "unset"
 
 
 def resumed_file(folder: Path, given: SettingsFile) -> SettingsFile | None:
     """The run's own settings, with what was edited in the recipe or file since it was started; `given` is that now.
 
-    None where there is no run. Where its folder does not know what the recipe said then (older versions did not write
-    it), nothing counts as edited. Raises `SettingsError`.
+    None where there is no run. Where its folder does not know what the recipe said then, nothing counts as edited.
+    Raises `SettingsError`.
     """
     if not (folder / CONFIG_FILE).is_file():
         return None
@@ -68,7 +65,7 @@ def _without_starts(table: Table, prefix: str = "") -> Table:
     return {
         key: _without_starts(value, f"{prefix}{key}.") if isinstance(value, dict) else value
         for key, value in table.items()
-        if f"{prefix}{key}" not in OF_ONE_START | _GONE
+        if f"{prefix}{key}" not in OF_ONE_START
     }
 
 

@@ -90,11 +90,10 @@ class RunTotals:
     def add(self, line: Mapping[str, Json]) -> None:
         """A line was written: of a step, of an evaluation, or of what came after the last step."""
         metrics = {name: float(value) for name, value in line.items() if _is_finite(value)}
-        before_version = self.policy_version
         for name, value in metrics.items():
             self._reduce(name, value)
         if "policy/version" in metrics:
-            self._add_step(metrics, is_trained=_is_trained(metrics, before_version))
+            self._add_step(metrics, is_trained=not metrics.get("policy/skipped_steps"))
         self.clock_s = max(self.clock_s, metrics.get("wall_s", 0.0))
         for environment in evaluated_environments(metrics):
             before = self.evaluations.get(environment)
@@ -191,9 +190,7 @@ class RunTotals:
             self.tokens_trained += loss_tokens
             self._staleness_sum += metrics.get("staleness/mean", 0.0) * loss_tokens
             self.staleness_max = max(self.staleness_max, int(metrics.get("staleness/max", 0)))
-        # a step that an outside trainer took again has no line, and lines of older runs have no `rollout/trained`
-        in_batch = metrics.get("batch/rollouts", 0.0) if is_trained else 0.0
-        self.rollouts_trained += int(metrics.get("rollout/trained", in_batch))
+        self.rollouts_trained += int(metrics.get("rollout/trained", 0))
         is_confirmed = metrics.get(_FRESH, math.inf) <= MISMATCH_NATS[_FRESH]
         self._unconfirmed_steps = 0 if is_confirmed else self._unconfirmed_steps + 1
         self.mismatch = mismatch_in(metrics, self._unconfirmed_steps)
@@ -222,7 +219,7 @@ class RunTotals:
 def _rewarded(metrics: Mapping[str, float]) -> float:
     """How many rollouts a step's mean reward is of."""
     filtered = sum(count for name, count in metrics.items() if name.startswith("rollout/filtered/"))
-    return metrics.get("rollout/trained", metrics.get("batch/rollouts", 0.0)) + filtered
+    return metrics.get("rollout/trained", 0.0) + filtered
 
 
 def mismatch_in(metrics: Mapping[str, float], unconfirmed_steps: int) -> str | None:
@@ -234,16 +231,6 @@ def mismatch_in(metrics: Mapping[str, float], unconfirmed_steps: int) -> str | N
     """
     judged = MISMATCH_NATS if unconfirmed_steps > _CONFIRMED_STEPS else [_FRESH]
     return next((name for name in judged if metrics.get(name, 0.0) > MISMATCH_NATS[name]), None)
-
-
-def _is_trained(metrics: Mapping[str, float], before_version: int) -> bool:
-    """Whether a step's line is of one that was not skipped: an outside trainer may train several on one version.
-
-    Lines of older runs do not say so, and are judged by whether they raise the version.
-    """
-    if "policy/skipped_steps" in metrics:
-        return metrics["policy/skipped_steps"] == 0
-    return metrics["policy/version"] > before_version
 
 
 def read_totals(metrics: Path) -> RunTotals:

@@ -30,7 +30,6 @@ from tailrace.run.folder import RunPaths
 from tailrace.run.host_transports import HostTransports, TransportAddresses, restarts_trainer
 from tailrace.run.memory_transports import memory_transports
 from tailrace.run.phases import observed_process
-from tailrace.run.scheduler_states import SchedulerStates
 from tailrace.run.teacher import teacher_settings
 from tailrace.run.trainer_ranks import launched_rank, trainer_store
 from tailrace.run.transports import TrainerEnds, Transports
@@ -197,8 +196,6 @@ async def _lead(role_settings: RoleSettings, ends: TrainerEnds, phases: PhaseRec
     try:
         put_back(paths.checkpoints)
         newest = latest_checkpoint(paths.checkpoints) if settings.resume or role_settings.trainer_life else None
-        if newest is not None:
-            await asyncio.to_thread(_adopt_scheduler_state, paths, newest)
     except CheckpointError as error:
         reason, kind = reason_and_class(error)
         record = TrainerEnded(epoch=role_settings.epoch, status=RunStatus.FAILED, step=0, reason=reason, error=kind)
@@ -252,15 +249,6 @@ def _open_export(
     folder = tokenizer_folder(settings.model.name, paths.tokenizer)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     return TokenExport(paths.tokens, tokenizer, form, rank=rank, every_steps=every_steps)
-
-
-def _adopt_scheduler_state(paths: RunPaths, checkpoint: Path) -> None:
-    """Older versions kept the scheduler's state in the checkpoint: put it where the orchestrator reads it now."""
-    from tailrace.training.checkpoints.files import read_manifest, scheduler_state_in
-
-    states, step = SchedulerStates(paths.scheduler, paths.checkpoints), read_manifest(checkpoint).step
-    if not states.path(step).exists() and (state := scheduler_state_in(checkpoint)):
-        states.write(step, state)
 
 
 async def generator(role: Role) -> None:

@@ -40,7 +40,6 @@ from tailrace.output_files import sync
 from tailrace.training.checkpoints.moments import (
     Moments,
     copy_moments,
-    moments_of_first_format,
     read_moments,
     set_moments,
     write_moments,
@@ -57,8 +56,6 @@ _MOST_MANIFEST_BYTES = 64 << 20
 TRAINER_STATE = "trainer.pt"
 OPTIMIZER = "optimizer"
 _FORMAT = "tailrace-checkpoint-2"
-_FIRST_FORMAT = "tailrace-checkpoint-1"
-"""With the optimizer's whole state in `trainer.pt`. It is still read."""
 _STEP_FOLDER = re.compile(r"^step_(\d{6,})$")
 _TEMPORARY, _REPLACED = ".writing_", "_replaced"
 
@@ -202,7 +199,7 @@ def _read_checkpoint(
 ) -> TrainerState:
     ranks.agree(lambda: verify_checkpoint(path) if ranks.rank == 0 else None)
     require_own_kind(path, adapter)
-    state = _read_trainer_state(path)
+    state = read_trainer_state(path)
     try:
         with guarded(f"checkpoint {path} does not fit this run's model", CheckpointError):
             if adapter is None:
@@ -210,11 +207,7 @@ def _read_checkpoint(
                 _load_weights(model, saved.state_dict())
             else:
                 adapter.load(path)
-            if (path / OPTIMIZER).is_dir():
-                moments = read_moments(path / OPTIMIZER, model, ranks)
-            else:
-                moments = moments_of_first_format(state["optimizer"], model, optimizer)
-            set_moments(moments, model, optimizer)
+            set_moments(read_moments(path / OPTIMIZER, model, ranks), model, optimizer)
     except ModelError as error:
         raise CheckpointError(f"checkpoint {path} does not fit this run's model: {error}") from error
     with guarded(f"checkpoint {path} is damaged: {TRAINER_STATE} lacks something", CheckpointError):
@@ -222,19 +215,10 @@ def _read_checkpoint(
         return msgspec.convert([state[name] for name in TrainerState._fields], TrainerState)
 
 
-def _read_trainer_state(path: Path, *, mmap: bool = False) -> dict[str, Any]:
+def read_trainer_state(path: Path) -> dict[str, Any]:
+    """What a checkpoint's `trainer.pt` holds, whatever that is. Raises `CheckpointError`."""
     with guarded(f"checkpoint {path} is damaged: {TRAINER_STATE} is not one", CheckpointError):
-        return {**torch.load(path / TRAINER_STATE, map_location="cpu", weights_only=True, mmap=mmap)}
-
-
-def scheduler_state_in(path: Path) -> bytes:
-    """The scheduler's state in a checkpoint of before the orchestrator kept it; empty in any other.
-
-    Raises `CheckpointError` for an incomplete checkpoint.
-    """
-    verify_checkpoint(path)
-    state = _read_trainer_state(path, mmap=True).get("scheduler_state")
-    return state if isinstance(state, bytes) else b""
+        return {**torch.load(path / TRAINER_STATE, map_location="cpu", weights_only=True)}
 
 
 def verify_checkpoint(path: Path) -> Manifest:
@@ -251,14 +235,14 @@ def verify_checkpoint(path: Path) -> Manifest:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Raises `CheckpointError` for a folder without one."""
+    """Raises `CheckpointError` for a folder without one, or with one of another format."""
     with guarded(f"{path} is no checkpoint: its {MANIFEST} is not one", CheckpointError):
         try:
             manifest = msgspec.json.decode(read_at_most(path / MANIFEST, _MOST_MANIFEST_BYTES), type=Manifest)
         except OSError as error:
             why = f"it has no readable {MANIFEST} ({error.strerror})"
             raise CheckpointError(f"{path} is no checkpoint: {why}") from error
-    if manifest.format not in (_FORMAT, _FIRST_FORMAT):
+    if manifest.format != _FORMAT:
         raise CheckpointError(f"{path} has the format {manifest.format!r}; this version reads {_FORMAT!r}")
     return manifest
 

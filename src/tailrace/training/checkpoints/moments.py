@@ -9,7 +9,7 @@ Every rank writes its shares, and reads what its shares need from whichever file
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
@@ -86,22 +86,6 @@ def set_moments(moments: Mapping[str, Tensor], model: nn.Module, optimizer: torc
         if kind != "step" and isinstance(optimizer, OffloadedAdamW):
             found = on_host(found)
         optimizer.state[weight][kind] = found
-
-
-def moments_of_first_format(state: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> Moments:
-    """Those that an optimizer's own state dict numbers by the order of its groups, as checkpoints had them at first."""
-    kinds = moment_kinds(optimizer)
-    names: dict[Tensor, str] = {weight: name for name, weight in model.named_parameters()}
-    order: Sequence[Tensor] = [weight for group in optimizer.param_groups for weight in group["params"]]
-    numbered = [index for group in state["param_groups"] for index in group["params"]]
-    if len(order) != len(numbered):
-        raise ValueError(f"it has {len(numbered)} weights, and the model {len(order)}")
-    return {
-        f"{names[weight]}/{kind}": state["state"][index][kind]
-        for weight, index in zip(order, numbered, strict=True)
-        if index in state["state"]
-        for kind in kinds[weight]
-    }
 
 
 def _placed(value: Tensor, weight: Tensor) -> Tensor:
