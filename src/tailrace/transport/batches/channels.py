@@ -66,7 +66,7 @@ class ChannelBatchSender(BatchSender):
         retained_bytes: int | None = None,
         open_channel: OpenChannel = Channel,
     ) -> None:
-        """What lies in the store already is offered first, and counts as sent.
+        """`num_ranks` receivers share the batches, each with its own part, `capacity` of them at a time.
 
         So many neighbours among the ranks open the same rows: what is planned for one data-parallel rank. Batches are
         retained where `retained_bytes` says how many bytes of them; None: they are released once acknowledged.
@@ -75,8 +75,8 @@ class ChannelBatchSender(BatchSender):
         self._store, self._num_ranks, self._capacity = store, num_ranks, capacity
         self._open_channel = open_channel
         self._ranks_per_row = ranks_per_row
-        self._unsent = deque(_Written(refs[0].sequence, refs[0].step, [*map(Piece, refs)]) for refs in store.adopted)
-        self._sequence = max((ref.sequence for refs in store.adopted for ref in refs), default=0)
+        self._unsent = deque[_Written]()  # again, to receivers that came in others' place
+        self._sequence = 0
         self._sent: dict[int, set[int]] = {}  # ranks that have not given it back, by sequence number
         self.payloads: PayloadAccounts | None = None  # of what batches refer to, kept while those are retained
         self._retained_bytes = retained_bytes

@@ -10,7 +10,6 @@ All of them write the same bytes (`segments`), each rank's part by itself, so th
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import mmap
 import os
@@ -67,9 +66,6 @@ class Piece:
 
 class BatchStore(Protocol):
     """The sender's side. Called from one thread at a time; `write` not from an event loop's."""
-
-    adopted: Sequence[Sequence[BatchRef]] = ()
-    """Every rank's part of each batch that an earlier sender left there, oldest first."""
 
     def write(self, batch: PlannedBatch, sequence: int) -> Sequence[Piece]:
         """Write every rank's part; O(bytes). Raises `TransportError`; then, too, the batch is to be released."""
@@ -184,16 +180,13 @@ class ValueStore(_RecyclingStore[SegmentMemory]):
 class FileStore(BatchStore):
     """Fresh files, one folder for each batch, which is there with all its ranks' parts or not at all.
 
-    What was accepted is on the disk. With `keep` it outlives both processes: what an earlier sender left there
-    unacknowledged is offered again; after a crash a batch may come twice, and never half. Without it, leftovers are
-    removed, at the start and at the end.
+    What was accepted is on the disk. Leftovers are removed, at the start and at the end.
     """
 
-    def __init__(self, folder: Path, *, keep: bool = False) -> None:
-        self._folder, self._keep = folder, keep
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
         folder.mkdir(parents=True, exist_ok=True)
-        self.adopted = self._adopt() if keep else []
-        self._remove([_HALF_WRITTEN] if keep else [_HALF_WRITTEN, _BATCH])
+        self._remove_leftovers()
 
     @override
     def write(self, batch: PlannedBatch, sequence: int) -> Sequence[Piece]:
@@ -214,13 +207,11 @@ class FileStore(BatchStore):
 
     @override
     def close(self) -> None:
-        """With `keep`, unacknowledged batches stay."""
-        if not self._keep:
-            self._remove([_HALF_WRITTEN, _BATCH])
-            _remove_if_empty(self._folder)
+        self._remove_leftovers()
+        _remove_if_empty(self._folder)
 
-    def _remove(self, beginnings: Sequence[str]) -> None:
-        for beginning in beginnings:
+    def _remove_leftovers(self) -> None:
+        for beginning in (_HALF_WRITTEN, _BATCH):
             for leftover in self._folder.glob(f"{beginning}*"):
                 shutil.rmtree(leftover)
 
@@ -232,22 +223,6 @@ class FileStore(BatchStore):
         finally:
             segment.close()
         return ref
-
-    def _adopt(self) -> list[list[BatchRef]]:
-        """References to every rank's part of each batch that was published, oldest first. Reads headers only."""
-        adopted = []
-        for folder in sorted(self._folder.glob(f"{_BATCH}*")):
-            refs = []
-            for rank in itertools.count():
-                path = folder / _part_name(rank)
-                if not path.exists():
-                    break
-                mapping = map_segment(path)
-                segment = read_segment(path, mapping)
-                step = read_batch(path, segment).summary.step
-                refs.append(BatchRef(step, f"{folder.name}/{path.name}", segment.sequence, len(mapping)))
-            adopted.append(refs)
-        return adopted
 
 
 class FileSource(BatchSource):
