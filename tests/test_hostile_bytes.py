@@ -76,6 +76,7 @@ from tailrace.rollouts.workers.messages import (
 from tailrace.run import join_requests
 from tailrace.scheduling.tasks import TaskSource, TaskStream
 from tailrace.tracing.background import BackgroundWriter
+from tailrace.tracing.phase_totals import PhaseUsage
 from tailrace.training.checkpoints.files import (
     FileEntry,
     Manifest,
@@ -282,7 +283,7 @@ def agent_worker_reports(folder: Path) -> Reader:
         agents.Ready(thread_id=1, not_loaded={"words": agents.Failure("SettingsError", "no")}),
         agents.Ask(call_id=1, key="r", request=request, wants_chunks=True),
         agents.Withdraw(call_id=1, key="key", has_enough=False),
-        agents.Beat(lag_max_s=0.1, phases={"score": agents.PhaseTaken(1, 0.1, 0.1, 0.1, 8, {3: 1}, 0.1)}),
+        agents.Beat(lag_max_s=0.1, phases={"score": PhaseUsage(1, 0.1, 0.1, 0.1, 8, {3: 1}, 0.1)}),
     ]
 
     def read(content: bytes) -> None:

@@ -24,7 +24,7 @@ class PhaseUsage:
     held_s: float = 0.0
     """Of the event loop's time."""
     num_bytes: int = 0
-    holds: Counter[int] = field(default_factory=Counter)
+    holds: dict[int, int] = field(default_factory=dict)
     """How often it held the event loop for how long at a time, by `duration_bucket`."""
     held_max_s: float = 0.0
     """The longest at a time."""
@@ -37,13 +37,13 @@ class PhaseUsage:
             cpu_s=self.cpu_s + other.cpu_s,
             held_s=self.held_s + other.held_s,
             num_bytes=self.num_bytes + other.num_bytes,
-            holds=self.holds + other.holds,
+            holds=dict(Counter(self.holds) + Counter(other.holds)),
             held_max_s=max(self.held_max_s, other.held_max_s),
         )
 
     def lag_s(self, share: float) -> float:
         """The quantile of the times that it held the loop: what others were late by. Within 25 %; 0 for never."""
-        wanted, seen = share * self.holds.total(), 0
+        wanted, seen = share * sum(self.holds.values()), 0
         for bucket in sorted(self.holds):
             seen += self.holds[bucket]
             if seen >= wanted:
@@ -129,7 +129,7 @@ class PhaseTotals:
             cpu_s=self._cpu_ns / 1e9,
             held_s=self.held_ns / 1e9,
             num_bytes=self._num_bytes,
-            holds=Counter(self._holds),
+            holds=dict(self._holds),
         )
         longest_ns, self._longest_ns = self._longest_ns, 0
         since = PhaseUsage(
@@ -138,7 +138,7 @@ class PhaseTotals:
             cpu_s=now.cpu_s - before.cpu_s,
             held_s=now.held_s - before.held_s,
             num_bytes=now.num_bytes - before.num_bytes,
-            holds=now.holds - before.holds,
+            holds=dict(Counter(now.holds) - Counter(before.holds)),
             held_max_s=longest_ns / 1e9,
         )
         return since if since.count or since.cpu_s or since.held_s else None

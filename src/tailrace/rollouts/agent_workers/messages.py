@@ -37,6 +37,7 @@ from tailrace.rollouts.chat.rendering import RendererSource
 from tailrace.rollouts.endpoints import EndpointsEntry
 from tailrace.rollouts.run_facts import RunFacts
 from tailrace.rollouts.scoring.usage import JudgeUsage
+from tailrace.tracing.phase_totals import PhaseUsage
 from tailrace.transport.channels import decode_array
 
 
@@ -204,24 +205,13 @@ class Scored(_Message, frozen=True, kw_only=True):
     failure: Failure | None = None
 
 
-class PhaseTaken(msgspec.Struct, frozen=True, array_like=True):
-    """What one phase took since the last beat: see `PhaseUsage`."""
-
-    count: int
-    wall_s: float
-    cpu_s: float
-    held_s: float
-    num_bytes: int
-    holds: dict[int, int]
-    held_max_s: float
-
-
 class Beat(_Message, frozen=True, kw_only=True):
     """Its event loop runs; sent every so often."""
 
     lag_max_s: float
     """Since the last one."""
-    phases: dict[str, PhaseTaken]
+    phases: dict[str, PhaseUsage]
+    """What each took since the last one."""
 
 
 class Failure(msgspec.Struct, frozen=True):

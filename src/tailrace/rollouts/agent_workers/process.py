@@ -40,7 +40,6 @@ from tailrace.rollouts.agent_workers.messages import (
     Failure,
     Hello,
     Opened,
-    PhaseTaken,
     Play,
     Played,
     Ready,
@@ -200,19 +199,7 @@ class AgentWorkerProcess:
     async def _beat_until_closed(self, limit_s: float, lag: LoopLagMonitor, phases: PhaseRecorder) -> None:
         """Say how the loop runs, now and then."""
         while not self._closed.is_set():
-            taken = {
-                name: PhaseTaken(
-                    usage.count,
-                    usage.wall_s,
-                    usage.cpu_s,
-                    usage.held_s,
-                    usage.num_bytes,
-                    dict(usage.holds),
-                    usage.held_max_s,
-                )
-                for name, usage in phases.flush().items()
-            }
-            self._connection.send(Beat(lag_max_s=lag.flush().max_s, phases=taken))
+            self._connection.send(Beat(lag_max_s=lag.flush().max_s, phases=phases.flush()))
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(min(_BEAT_S, limit_s / _LOOKS_PER_LIMIT)):
                     await self._closed.wait()

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from tailrace.rollouts.agent_workers.messages import Beat, PhaseTaken
+from tailrace.rollouts.agent_workers.messages import Beat
 from tailrace.tracing.phase_totals import PhaseUsage
 
 
@@ -50,7 +49,7 @@ class BeatSums:
         """One more beat."""
         self._lag_max_s = max(self._lag_max_s, beat.lag_max_s)
         for name, taken in beat.phases.items():
-            self._phases[name] = self._phases.get(name, PhaseUsage()).merged(_usage(taken))
+            self._phases[name] = self._phases.get(name, PhaseUsage()).merged(taken)
 
     def flush_lag_s(self) -> float:
         """The longest lag; starts over."""
@@ -61,15 +60,3 @@ class BeatSums:
         """What each phase took; starts over."""
         phases, self._phases = self._phases, {}
         return phases
-
-
-def _usage(taken: PhaseTaken) -> PhaseUsage:
-    return PhaseUsage(
-        taken.count,
-        taken.wall_s,
-        taken.cpu_s,
-        taken.held_s,
-        taken.num_bytes,
-        Counter(taken.holds),
-        taken.held_max_s,
-    )
