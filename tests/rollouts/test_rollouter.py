@@ -339,8 +339,10 @@ class TestScoringAGroup:
             await asyncio.Event().wait()
             return group
 
-        with pytest.raises(RolloutTimeout):
-            await self.score(renderer, hang, reward_timeout_s=0.05)
+        for setting in ("reward_timeout_s", "timeout_s"):
+            told = rf"own/train/0: not finished after 0.05 s \(rollouts\.{setting}\)"
+            with pytest.raises(RolloutTimeout, match=told):
+                await self.score(renderer, hang, **{setting: 0.05})
 
     async def test_something_else_than_groups_is_refused(self, renderer: ChatRenderer) -> None:
         async def wrong(group: Group) -> float:

@@ -72,7 +72,7 @@ def test_what_goes_wrong_in_one_rollout_costs_that_rollout(troubled: RunSummary)
     "message",
     [
         "task troubled/train/0: ZeroDivisionError: of the user",
-        "(rollouts.timeout_s)",
+        "(environment.timeout_s)",
         "more of 'invalid_reward' are only counted",
     ],
 )

@@ -13,7 +13,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from tailrace.errors import EnvironmentFailed, RolloutTimeout
 from tailrace.records import Task
@@ -26,16 +26,24 @@ ResultT = TypeVar("ResultT")
 _logger = logging.getLogger(__name__)
 
 
+class TimeLimit(NamedTuple):
+    """How long something may take."""
+
+    limit_s: float
+    setting: str
+    """That says so."""
+
+
 class rollout_deadline:
-    """Raise `RolloutTimeout` after `limit_s`, or at `ends_s` where that limit began earlier.
+    """Raise `RolloutTimeout` after the limit, or at `ends_s` where that limit began earlier.
 
     As `asyncio.timeout`, at half the cost to a rollout, since nothing of it awaits.
     """
 
-    __slots__ = ("_cancelling", "_deadline", "_ends_s", "_limit_s", "_runner", "_task", "_waited_in")
+    __slots__ = ("_cancelling", "_deadline", "_ends_s", "_limit", "_runner", "_task", "_waited_in")
 
-    def __init__(self, limit_s: float, task: Task, *, ends_s: float | None = None) -> None:
-        self._limit_s, self._task, self._ends_s = limit_s, task, ends_s
+    def __init__(self, limit: TimeLimit, task: Task, *, ends_s: float | None = None) -> None:
+        self._limit, self._task, self._ends_s = limit, task, ends_s
         self._waited_in: str | None = None
         """The line that was waiting when the deadline passed."""
 
@@ -44,7 +52,7 @@ class rollout_deadline:
         assert runner is not None  # coroutines run in tasks
         loop = runner.get_loop()  # `get_running_loop` asks the system for the process id each time (Python 3.11)
         self._runner, self._cancelling = runner, runner.cancelling()
-        ends_s = loop.time() + self._limit_s if self._ends_s is None else self._ends_s
+        ends_s = loop.time() + self._limit.limit_s if self._ends_s is None else self._ends_s
         self._deadline = loop.call_at(ends_s, self._expire)
 
     def _expire(self) -> None:
@@ -60,8 +68,8 @@ class rollout_deadline:
         is_alone = self._runner.uncancel() <= self._cancelling  # nobody else has cancelled the task meanwhile
         if isinstance(error, TimeoutError) or (is_alone and kind is asyncio.CancelledError):
             raise RolloutTimeout(
-                f"task {self._task.task_id}: not finished after {self._limit_s:g} s (rollouts.timeout_s); it was "
-                f"waiting in {self._waited_in}"
+                f"task {self._task.task_id}: not finished after {self._limit.limit_s:g} s ({self._limit.setting}); "
+                f"it was waiting in {self._waited_in}"
             ) from error
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from tailrace.environments import EnvironmentSettings, EnvironmentSpec
 from tailrace.environments.outside import AnswerClient, Offer, OutsideAgent
 from tailrace.records import Json, SamplingParams, Task
+from tailrace.rollouts.deadline import TimeLimit
 from tailrace.rollouts.settings import RolloutSettings
 
 _AGES_S = 3.0e8
@@ -26,14 +27,14 @@ class LoadedEnvironment:
     sampling: SamplingParams
     """Of training rollouts."""
     max_turns: int
-    timeout_s: float
-    """For one rollout, its reward included."""
+    timeout: TimeLimit
+    """Of one rollout, its reward included."""
     is_apart: bool = False
     """Whether its rollouts are played in agent workers."""
     stays_because: str = ""
     """Why they are not, although it is code of the user's own and the settings leave the choice; empty: no such why."""
-    score_timeout_s: float
-    """For the score of one group, from when it has its turn."""
+    score_timeout: TimeLimit
+    """Of the score of one group, from when it has its turn."""
 
     @property
     def is_outside(self) -> bool:
@@ -41,9 +42,9 @@ class LoadedEnvironment:
         return isinstance(self.spec.agent, OutsideAgent)
 
     @property
-    def deadline_s(self) -> float:
+    def deadline(self) -> TimeLimit:
         """From when a rollout is admitted."""
-        return _AGES_S if self.is_outside else self.timeout_s
+        return self.timeout._replace(limit_s=_AGES_S) if self.is_outside else self.timeout
 
     def offer(self, task: Task, tell: AnswerClient | None = None) -> Offer:
         """What a client outside may claim, of an environment for those. `tell` is as `Offer` has it."""
@@ -51,9 +52,9 @@ class LoadedEnvironment:
         limits: dict[str, Json] = {
             "max_turns": self.max_turns,
             "max_tokens": self.sampling.max_tokens,
-            "timeout_s": self.timeout_s,
+            "timeout_s": self.timeout.limit_s,
         }
-        return Offer(task, self.spec.agent.lease_s, self.timeout_s, limits, tell)
+        return Offer(task, self.spec.agent.lease_s, self.timeout.limit_s, limits, tell)
 
     @classmethod
     def of(
@@ -67,7 +68,12 @@ class LoadedEnvironment:
     ) -> LoadedEnvironment:
         """The environment's own settings where they say something, else those of the section `rollouts`."""
         own = settings or EnvironmentSettings(name=spec.name)
-        timeout_s = own.timeout_s or rollouts.timeout_s
+        timeout = TimeLimit(rollouts.timeout_s, "rollouts.timeout_s")
+        if own.timeout_s:
+            timeout = TimeLimit(own.timeout_s, "environment.timeout_s")
+        score_timeout = timeout
+        if rollouts.reward_timeout_s:
+            score_timeout = TimeLimit(rollouts.reward_timeout_s, "rollouts.reward_timeout_s")
         return cls(
             spec=spec,
             settings=settings,
@@ -75,8 +81,8 @@ class LoadedEnvironment:
             weight=own.weight,
             sampling=rollouts.training_sampling(temperature=own.temperature, max_tokens=own.max_tokens),
             max_turns=own.max_turns or rollouts.max_turns,
-            timeout_s=timeout_s,
+            timeout=timeout,
             is_apart=is_apart,
             stays_because=stays_because,
-            score_timeout_s=rollouts.reward_timeout_s or timeout_s,
+            score_timeout=score_timeout,
         )

@@ -6,7 +6,9 @@ The same code runs in the orchestrator and in agent worker processes; who may fa
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable
 from functools import partial
+from typing import TypeVar
 
 import msgspec
 
@@ -25,11 +27,13 @@ from tailrace.rollouts.endpoints import Endpoints
 from tailrace.rollouts.environment import LoadedEnvironment
 from tailrace.rollouts.policy import RolloutPolicy
 from tailrace.rollouts.run_facts import RunFacts
-from tailrace.rollouts.scoring import RelativeJudge, RewardFunctions
+from tailrace.rollouts.scoring import RewardFunctions
 from tailrace.rollouts.scoring.judge import Chat, EndpointChat, EngineChat
 from tailrace.rollouts.settings import RolloutSettings
 from tailrace.rollouts.workers.pool import WorkerEnvironment, WorkerPool
 from tailrace.tracing.phases import phase
+
+ResultT = TypeVar("ResultT")
 
 
 class RolloutPlayer:
@@ -79,13 +83,13 @@ class RolloutPlayer:
 
         Raises `RolloutError`, `RequestRefused` where the engine cannot take a prompt, and what concerns more than it.
         """
-        spec, task, limit_s = environment.spec, rollout.task, environment.deadline_s
+        spec, task, limit = environment.spec, rollout.task, environment.deadline
         clock = asyncio.get_running_loop().time
         agent, started_s = self._agent(environment, tell), clock()
         try:
             with (
                 attribute_errors(task),
-                rollout_deadline(limit_s, task, ends_s=rollout.started_s + limit_s),
+                rollout_deadline(limit, task, ends_s=rollout.started_s + limit.limit_s),
                 phase("environment"),
             ):
                 return as_agent_result(await agent(task, policy)).with_info_keys(spec.info_keys)
@@ -102,25 +106,10 @@ class RolloutPlayer:
 
         Raises as `RewardFunctions.score_rollout` does.
         """
-        task, limit_s = rollout.task, environment.timeout_s
-        ends_s = None if environment.is_outside else rollout.started_s + limit_s
-        with attribute_errors(task), rollout_deadline(limit_s, task, ends_s=ends_s):
+        task, limit = rollout.task, environment.timeout
+        ends_s = None if environment.is_outside else rollout.started_s + limit.limit_s
+        with attribute_errors(task), rollout_deadline(limit, task, ends_s=ends_s):
             return await self.functions.score_rollout(rollout, reported, environment.spec)
-
-    async def score_group(self, group: Group, environment: LoadedEnvironment) -> object:
-        """What the environment's `score_group` returns, within its limit. Raises `RolloutError` for the whole group."""
-        score_group, limit_s = environment.spec.score_group, environment.score_timeout_s
-        assert score_group is not None  # it is called for environments that have one
-        with attribute_errors(group.task, ScoringFailed), rollout_deadline(limit_s, group.task):
-            return await score_group(group)
-
-    async def score_together(self, group: Group, environment: LoadedEnvironment) -> list[AgentResult]:
-        """What its named reward functions for whole groups return. As `score_group`."""
-        with (
-            attribute_errors(group.task, ScoringFailed),
-            rollout_deadline(environment.score_timeout_s, group.task),
-        ):
-            return await self.functions.score_group(group, environment.spec)
 
     def judge_chat(self, spec: EnvironmentSpec, *, generate: Generate | None = None, name: str = "judge") -> Chat:
         """The model that an environment's judge asks: `generate`, or the player's own, unless it is at an endpoint.
@@ -133,14 +122,6 @@ class RolloutPlayer:
             return EndpointChat(settings.url, settings.model, api_key_variable=settings.api_key_variable)
         most = self._facts.max_model_tokens
         return EngineChat(self._renderer, generate or self._generate, max_model_tokens=most, name=name)
-
-    async def judge(self, group: Group, judge: RelativeJudge, environment: LoadedEnvironment) -> list[AgentResult]:
-        """What a judge makes of it. As `score_group`."""
-        with (
-            attribute_errors(group.task, ScoringFailed),
-            rollout_deadline(environment.score_timeout_s, group.task),
-        ):
-            return await judge(group)
 
     def _agent(self, environment: LoadedEnvironment, tell: AnswerClient | None) -> Agent:
         spec = environment.spec
@@ -158,6 +139,12 @@ class RolloutPlayer:
         if spec.trusted or is_async_environment(factory):
             return partial(play_environment, spec=spec, host=lambda task: LocalEnvironment(factory))
         return partial(play_environment, spec=spec, host=partial(WorkerEnvironment, self._workers))
+
+
+async def limited(work: Awaitable[ResultT], group: Group, environment: LoadedEnvironment) -> ResultT:
+    """What scores a group, within its environment's limit. Raises `RolloutError` for the whole group."""
+    with attribute_errors(group.task, ScoringFailed), rollout_deadline(environment.score_timeout, group.task):
+        return await work
 
 
 async def _play_outside(

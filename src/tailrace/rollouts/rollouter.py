@@ -12,18 +12,17 @@ from typing import Any
 
 from tailrace.environments import AgentResult, EnvironmentSpec, ScoreGroup
 from tailrace.environments.outside import AnswerClient
-from tailrace.errors import RequestRefused, RolloutError, ScoringFailed, SettingsError
+from tailrace.errors import RequestRefused, RolloutError, SettingsError
 from tailrace.records import Generate, Group, GroupId, Rollout, RolloutId, SamplingParams, Task
 from tailrace.rollouts.agent_workers import AgentWorkers, PlayedRollout, WorkerPlace, WorkerWatch
 from tailrace.rollouts.agent_workers.messages import ScoredBy
-from tailrace.rollouts.attribution import attribute_errors
 from tailrace.rollouts.chat.rendering import ChatRenderer, Renderer, RendererSource
-from tailrace.rollouts.deadline import Attempts, rollout_deadline
+from tailrace.rollouts.deadline import Attempts
 from tailrace.rollouts.endpoints import Endpoints, no_endpoints
 from tailrace.rollouts.environment import LoadedEnvironment
 from tailrace.rollouts.error_budget import ErrorBudget, ErrorTally
 from tailrace.rollouts.own_columns import require_own_column
-from tailrace.rollouts.playing import RolloutPlayer, leave_out_empty_branches
+from tailrace.rollouts.playing import RolloutPlayer, leave_out_empty_branches, limited
 from tailrace.rollouts.policy import RolloutPolicy
 from tailrace.rollouts.run_facts import RunFacts
 from tailrace.rollouts.scoring import JudgeUsage, RelativeJudge, Scorer, Teacher, TeacherUsage
@@ -250,15 +249,11 @@ class Rollouter:
             self._tell_of_scoring_alone(environment.spec)
             if environment.spec.needs_whole_group:
                 return []
-        limit_s = environment.score_timeout_s
-
-        async def limited(work: Coroutine[Any, Any, object]) -> object:
-            with attribute_errors(task, ScoringFailed), rollout_deadline(limit_s, task):
-                return await work
 
         def deadline(work: Coroutine[Any, Any, object]) -> Coroutine[Any, Any, object]:
             what = f"task {task.task_id}: score_group of group {group.group_id}"
-            return self._attempts.run(limited(work), what=what, limit_s=limit_s)
+            limit_s = environment.score_timeout.limit_s
+            return self._attempts.run(limited(work, group, environment), what=what, limit_s=limit_s)
 
         with phase("score_group", track="groups", about={"group": group.group_id}):
             return await self._scorer.score_group(group, stages, deadline=deadline)
@@ -326,7 +321,7 @@ class Rollouter:
         await self._attempts.run(
             self._attempt(rollout, policy, environment),
             what=f"task {rollout.task.task_id}: rollout {rollout.rollout_id}",
-            limit_s=environment.deadline_s,
+            limit_s=environment.deadline.limit_s,
             stop=policy.stop,
         )
 
@@ -358,7 +353,7 @@ class Rollouter:
         if self._teacher is not None and self._evaluation_seed is None:
             stages.append(self._teacher)
         if any(reward.together for reward in spec.rewards.values()):
-            here = partial(self._player.score_together, environment=environment)
+            here = partial(self._player.functions.score_group, spec=spec)
             stages.append(here if agents is None else partial(agents.score, by=ScoredBy.REWARDS))
         if spec.score_group is not None:
             own = spec.score_group if agents is None else partial(agents.score, by=ScoredBy.SCORE_GROUP)

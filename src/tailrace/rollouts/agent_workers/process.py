@@ -58,7 +58,7 @@ from tailrace.rollouts.chat import ChatRenderer
 from tailrace.rollouts.deadline import Attempts
 from tailrace.rollouts.endpoints import Endpoints
 from tailrace.rollouts.environment import LoadedEnvironment
-from tailrace.rollouts.playing import RolloutPlayer, leave_out_empty_branches
+from tailrace.rollouts.playing import RolloutPlayer, leave_out_empty_branches, limited
 from tailrace.rollouts.policy import RolloutPolicy
 from tailrace.rollouts.scoring import JudgeUsage, RelativeJudge
 from tailrace.rollouts.scoring.judge import Chat
@@ -265,10 +265,11 @@ class AgentWorkerProcess:
         judge = self._judge(order, environment) if order.by is ScoredBy.JUDGE else None
         try:
             with phase("score_group", track="groups", about={"group": group.group_id}):
+                scoring = limited(self._scoring(order.by, group, environment, judge), group, environment)
                 returned = await self._attempts.run(
-                    _uninterrupted(self._scoring(order.by, group, environment, judge), task, ScoringFailed),
+                    _uninterrupted(scoring, task, ScoringFailed),
                     what=f"task {task.task_id}: score_group of group {group.group_id}",
-                    limit_s=environment.score_timeout_s,
+                    limit_s=environment.score_timeout.limit_s,
                 )
             changes = GroupChanges.of(returned, group, members)
         except asyncio.CancelledError:
@@ -278,13 +279,16 @@ class AgentWorkerProcess:
         usage = JudgeUsage() if judge is None else judge.usage
         self._connection.send(Scored(key=order.key, changes=changes, judge=usage, failure=failure))
 
-    def _scoring(
+    async def _scoring(
         self, by: ScoredBy, group: Group, environment: LoadedEnvironment, judge: RelativeJudge | None
-    ) -> Coroutine[Any, Any, object]:
+    ) -> object:
         if judge is not None:
-            return self._player.judge(group, judge, environment)
-        score = self._player.score_together if by is ScoredBy.REWARDS else self._player.score_group
-        return score(group, environment)
+            return await judge(group)
+        if by is ScoredBy.REWARDS:
+            return await self._player.functions.score_group(group, environment.spec)
+        score_group = environment.spec.score_group
+        assert score_group is not None  # it is asked for of environments that have one
+        return await score_group(group)
 
     def _judge(self, order: Score, environment: LoadedEnvironment) -> RelativeJudge:
         """One for each score, so that what it takes is known; connections to an endpoint are kept."""
@@ -316,7 +320,7 @@ class AgentWorkerProcess:
                 await self._attempts.run(
                     self._attempt(rollout, policy, environment, outcome),
                     what=f"task {task.task_id}: rollout {order.rollout_id}",
-                    limit_s=environment.deadline_s,
+                    limit_s=environment.deadline.limit_s,
                     stop=policy.stop,
                 )
         except asyncio.CancelledError:
