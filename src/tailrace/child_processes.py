@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -27,6 +28,15 @@ def call_on_exit(process: subprocess.Popen[bytes], callback: Callable[[], None])
         callback()
 
     loop.add_reader(pidfd, ended)
+
+
+def kill_group(pid: int, number: signal.Signals = signal.SIGKILL) -> None:
+    """Send a signal to the process group that `pid` leads, whatever is left of it: one that has ended is no error.
+
+    Where only its unreaped leader is left, some systems say that it may not be signalled.
+    """
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, number)
 
 
 def describe_exit(returncode: int) -> str:

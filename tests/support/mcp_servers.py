@@ -57,6 +57,8 @@ def main(mode: str) -> None:
     if mode == "never-starts":
         print("no licence", file=sys.stderr, flush=True)
         sys.exit(3)
+    if mode == "killed-at-start":
+        os.kill(os.getpid(), signal.SIGKILL)
     if mode in ("silent", "stubborn"):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         time.sleep(600)

@@ -153,6 +153,7 @@ async def test_only_some_tools_are_offered_and_others_are_unknown() -> None:
     ("mode", "says"),
     [
         ("never-starts", r"ended with status 3; it wrote: no licence"),
+        ("killed-at-start", "ended killed by SIGKILL"),
         ("silent", "listed no tools within 0.5 s"),
         ("stubborn", "listed no tools within 0.5 s"),
         ("garbage", "a line of its output is no message: b'INFO nothing"),

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import signal
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Mapping, Sequence
@@ -18,6 +17,8 @@ import anyio
 import mcp_types
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 from mcp.shared.message import SessionMessage
+
+from tailrace.child_processes import describe_exit, kill_group
 
 MAX_LINE_BYTES = 16 << 20
 """Of one message of a server."""
@@ -48,7 +49,7 @@ class StdioTransport:
     def describe(self) -> str:
         """What is known of the process, to end a sentence with; empty where nothing is."""
         process, said = self._process, self._written.strip()
-        ended = "" if process is None or process.returncode is None else f"it ended with status {process.returncode}"
+        ended = "" if process is None or process.returncode is None else f"it ended {describe_exit(process.returncode)}"
         parts = [self._trouble, ended, f"it wrote: {said[-_KEPT_CHARACTERS:]}" if said else ""]
         return "; ".join(filter(None, parts))
 
@@ -83,7 +84,7 @@ class StdioTransport:
                 async with asyncio.timeout(CLOSE_S):
                     await process.wait()
         finally:
-            _kill_group(process)
+            kill_group(process.pid)
             for task in self._passing:
                 task.cancel()
         await asyncio.wait(self._passing)
@@ -147,8 +148,3 @@ def server_environment() -> dict[str, str]:
     """Variables that a server inherits: none that may be secret. Commands beside this Python are found first."""
     kept = {name: os.environ[name] for name in _INHERITED if name in os.environ}
     return {**kept, "PATH": os.pathsep.join([os.path.dirname(sys.executable), kept.get("PATH", os.defpath)])}
-
-
-def _kill_group(process: Process) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)

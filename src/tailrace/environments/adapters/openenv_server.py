@@ -9,8 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
-import signal
 import socket
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
@@ -20,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 from urllib.parse import urlsplit, urlunsplit
 
+from tailrace.child_processes import kill_group
 from tailrace.environments.adapters.extras import import_extra
 from tailrace.errors import EnvironmentFailed, SettingsError
 from tailrace.records import Json
@@ -266,7 +265,7 @@ class _Running:
     async def close(self) -> None:
         process, self._process = self._process, None
         if process is not None and self._loop is asyncio.get_running_loop():
-            _kill_group(process)
+            kill_group(process.pid)
             await process.wait()
             await asyncio.wait(self._tasks, timeout=_READ_OUT_S)
             for task in self._tasks:
@@ -282,7 +281,7 @@ class _Running:
         try:
             await process.wait()
         finally:
-            _kill_group(process)
+            kill_group(process.pid)
 
 
 class _WebSocketSession:
@@ -372,8 +371,3 @@ def _with_scheme(url: str, scheme: Literal["http", "ws"]) -> str:
 def _is_here(url: str) -> bool:
     """Whether it is on this machine, where no proxy stands between."""
     return urlsplit(url).hostname in ("localhost", "127.0.0.1", "::1")
-
-
-def _kill_group(process: Process) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)

@@ -11,10 +11,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import os
 import secrets
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -26,6 +24,7 @@ from pathlib import Path
 
 import psutil
 
+from tailrace.child_processes import kill_group
 from tailrace.environments.programs import marked
 
 _LOOK_S = 0.5
@@ -86,8 +85,7 @@ class ProgramHost:
     def end(self, number: int, process: subprocess.Popen[bytes]) -> None:
         """Kill a program and all that it started, and reap it. Takes milliseconds: call it in a thread."""
         deadline_s = time.monotonic() + _END_S
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
+        kill_group(process.pid)
         while marked.kill_marked(self._owner, number) and time.monotonic() < deadline_s:
             time.sleep(_PAUSE_S)
         process.wait()

@@ -16,7 +16,7 @@ import msgspec
 import psutil
 from typing_extensions import override
 
-from tailrace.child_processes import call_on_exit, describe_exit
+from tailrace.child_processes import call_on_exit, describe_exit, kill_group
 from tailrace.config.shutdown import ShutdownSettings
 from tailrace.errors import LifecycleError
 from tailrace.lifecycle.heartbeats import Beat, LivenessWatch, Ready
@@ -99,8 +99,7 @@ class LocalHandle(RoleHandle):
     def _signal(self, number: signal.Signals) -> None:
         """To the role and all that it started."""
         if self.is_running:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.pid, number)
+            kill_group(self.pid, number)
 
     def _listen(self) -> None:
         """Its lines say that it is ready, and that it lives."""

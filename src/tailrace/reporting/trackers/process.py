@@ -6,14 +6,13 @@ import contextlib
 import logging
 import os
 import queue
-import signal
 import subprocess
 import sys
 import threading
 import time
 from typing import IO
 
-from tailrace.child_processes import describe_exit
+from tailrace.child_processes import describe_exit, kill_group
 from tailrace.errors import DataError
 from tailrace.guards import guarded
 from tailrace.reporting.trackers.messages import LATE, Begin, decode_report, frame
@@ -130,8 +129,7 @@ class TrackerProcess:
         status = LATE
         with contextlib.suppress(subprocess.TimeoutExpired):
             status = process.wait(max(0.0, timeout_s))
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
+        kill_group(process.pid)
         process.wait()
         if status == LATE:
             self._warn("it had not ended in time (observability.tracker_close_s): what it kept is lost")

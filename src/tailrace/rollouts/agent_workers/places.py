@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import socket
 import sys
 import tempfile
@@ -17,6 +16,7 @@ from typing import IO
 import psutil
 from typing_extensions import override
 
+from tailrace.child_processes import kill_group
 from tailrace.errors import CorruptData
 from tailrace.rollouts.agent_workers.blame import MARK_BYTES
 from tailrace.rollouts.agent_workers.branches import BranchData
@@ -160,8 +160,7 @@ class LocalProcess(WorkerProcess):
 
     @override
     def kill(self) -> None:
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        kill_group(self._process.pid)
 
     @override
     def read_branches(self, placed: Placed) -> list[BranchData]:

@@ -9,8 +9,6 @@ the same task (`task.seed` seeds its draws) and the same replies.
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 import sys
 from asyncio.subprocess import Process
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
@@ -20,6 +18,7 @@ from pathlib import Path
 
 from typing_extensions import override
 
+from tailrace.child_processes import kill_group
 from tailrace.environments import AgentResult, EnvironmentSettings, Observation, ProgramEnd
 from tailrace.environments.named_rewards import ScoredRollout, TrainerState
 from tailrace.errors import CorruptData, EnvironmentFailed, RolloutTimeout, SettingsError
@@ -319,8 +318,7 @@ class _Worker:
     def kill(self) -> None:
         """End the process group at once; a reader of its pipe sees the end."""
         if self._process is not None:
-            with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+            kill_group(self._process.pid)
             self._process = None
 
 
