@@ -513,7 +513,7 @@ async def test_an_address_where_no_cluster_is_is_refused() -> None:
 
 async def test_where_ray_is_not_installed_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(SettingsError, match=r"needs the package ray: pip install 'tailrace\[ray\]'"):
+    with pytest.raises(SettingsError, match=r'needs ray: pip install "tailrace\[ray\]"'):
         await RayCluster.reach(RaySettings(), "run", "epoch")
 
 

@@ -27,6 +27,7 @@ from tailrace.commands.arguments import (
     show,
 )
 from tailrace.errors import SettingsError
+from tailrace.extras import extra_needed
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,7 @@ class Ui:
         except ModuleNotFoundError as error:
             if error.name not in ("starlette", "uvicorn", "anyio"):
                 raise
-            raise SettingsError(f'the dashboard needs {error.name}: pip install "tailrace[ui]"') from error
+            raise SettingsError(extra_needed("the dashboard", error.name, "ui")) from error
         from tailrace.dashboard.chat import chat_place
 
         refuse(overrides)

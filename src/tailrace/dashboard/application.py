@@ -27,6 +27,7 @@ from tailrace.dashboard.schedule import Schedule, Waterfall
 from tailrace.dashboard.settings_view import Change, changes_from_recipe, read_settings
 from tailrace.dashboard.token_view import PAGE_TOKENS, TokenPage, TokenReader, TokenSteps, token_steps
 from tailrace.errors import TailraceError
+from tailrace.extras import extra_needed
 from tailrace.records import Json
 from tailrace.reporting.advice import HISTORY, Advice, advice
 from tailrace.reporting.summary import RunSummary
@@ -267,7 +268,7 @@ class Dashboard:
                 count=_number(request, "count") or PAGE_TOKENS,
             )
         except ModuleNotFoundError as error:
-            raise NotFound(f'tokens are read by {error.name}: pip install "tailrace[parquet]"') from error
+            raise NotFound(extra_needed("reading tokens", error.name, "parquet")) from error
         if found is None:
             raise NotFound(
                 "no tokens of it were written: observability.tokens_every_steps says of which steps they are"

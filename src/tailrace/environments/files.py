@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import gzip
-import importlib
 import io
 import json
 import os
@@ -23,7 +22,8 @@ from typing import IO, Any
 import msgspec
 
 from tailrace.environments.rows import LazyRows, Row
-from tailrace.errors import DataError, SettingsError
+from tailrace.errors import DataError
+from tailrace.extras import import_extra
 from tailrace.records import DEEPEST, Json, is_too_deep
 
 _TOO_DEEP = f"the row nests more than {DEEPEST} arrays and objects inside each other"
@@ -234,8 +234,8 @@ def _decoded(value: Any, kind: Any) -> Json:
 
 def open_parquet(path: Path) -> ArrowRows:
     """A Parquet file, held in memory as columns. Raises `DataError` when it is none."""
-    arrow = _import_pyarrow("pyarrow", "parquet")
-    parquet = _import_pyarrow("pyarrow.parquet", "parquet")
+    arrow = import_extra("pyarrow", extra="parquet", what="reading this data set")
+    parquet = import_extra("pyarrow.parquet", extra="parquet", what="reading this data set")
     try:
         return ArrowRows(parquet.read_table(path, memory_map=True))
     except (arrow.ArrowException, OSError) as error:
@@ -253,7 +253,7 @@ def open_arrow_folder(folder: Path) -> ArrowRows:
         raise DataError(f"data set {folder} holds several splits; name one of them: {choices}")
     if not (folder / "state.json").is_file():
         raise DataError(f"{folder} is no data set: expected a folder written by `datasets.Dataset.save_to_disk`")
-    arrow = _import_pyarrow("pyarrow", "datasets")
+    arrow = import_extra("pyarrow", extra="datasets", what="reading this data set")
     try:
         names = [entry["filename"] for entry in json.loads((folder / "state.json").read_text())["_data_files"]]
         tables = [arrow.ipc.open_stream(arrow.memory_map(str(folder / name))).read_all() for name in names]
@@ -271,22 +271,10 @@ def open_hub(reference: str) -> Sequence[Row]:
     parts = name.split("/")
     if not 1 <= len(parts) <= 3 or not all(parts):
         raise DataError(f"hub:{reference} names no data set; write hub:OWNER/NAME, hub:OWNER/NAME/CONFIG:SPLIT, ...")
-    datasets = _import("datasets", "a data set of the hub", "datasets")
+    datasets = import_extra("datasets", extra="datasets", what="reading a data set of the hub")
     try:
         rows: Sequence[Row] = datasets.load_dataset("/".join(parts[:2]), *parts[2:], split=split or "train")
     except Exception as error:
         said = str(error).partition("\n")[0]
         raise DataError(f"hub:{reference} cannot be loaded: {type(error).__name__}: {said}") from error
     return rows
-
-
-def _import_pyarrow(module: str, extra: str) -> Any:
-    return _import(module, "this data set", extra)
-
-
-def _import(module: str, what: str, extra: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        package = module.partition(".")[0]
-        raise SettingsError(f'reading {what} needs {package}: pip install "tailrace[{extra}]"') from error

@@ -16,6 +16,7 @@ from tailrace.config.gateway import GatewaySettings
 from tailrace.environments import Endpoint, Offer
 from tailrace.environments.outside import AnswerClient
 from tailrace.errors import SettingsError
+from tailrace.extras import extra_needed
 from tailrace.gateway.fixed import FixedPolicy
 from tailrace.gateway.offers import Offers
 from tailrace.gateway.sessions import Sessions
@@ -136,9 +137,7 @@ class Gateway(Endpoints):
             from tailrace.gateway.application import GatewayContext, application
             from tailrace.gateway.server import HttpServer
         except ModuleNotFoundError as error:
-            raise SettingsError(
-                f"HTTP for agents needs the package {error.name!r}: pip install 'tailrace[gateway]'"
-            ) from error
+            raise SettingsError(extra_needed("HTTP for agents", error.name, "gateway")) from error
         raise_file_limit()
         listener = _listener(settings)
         host = _LOOPBACK.get(settings.host, f"[{settings.host}]" if ":" in settings.host else settings.host)

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from tailrace.config.ray import RaySettings
 from tailrace.errors import SettingsError, TransportError
+from tailrace.extras import import_extra
 from tailrace.lifecycle.cluster import (
     ClusterNode,
     ClusterPlan,
@@ -317,12 +318,7 @@ class RayCluster:
 def _imported(settings: RaySettings) -> Any:
     if (settings.address or "").startswith(_LOOPBACK):  # else Ray puts another address of this machine in its place
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
-    try:
-        import ray
-    except ImportError as error:
-        raise SettingsError(
-            "placement = 'ray' needs the package ray: pip install 'tailrace[ray]'", key=("placement",)
-        ) from error
+    ray = import_extra("ray", extra="ray", what="placement = 'ray'", key=("placement",))
     if ray.is_initialized():
         raise SettingsError("this process uses a Ray cluster already: a run connects by itself", key=("placement",))
     return ray

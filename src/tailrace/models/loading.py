@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 from tailrace.errors import HubNotAnswering, ModelError
+from tailrace.extras import extra_needed
 from tailrace.models.files import (
     holds_tokenizer,
     public_name,
@@ -261,7 +262,7 @@ def _gguf_file(name: str, path: Path) -> ModelSource:
     if not path.is_file():
         raise ModelError(f"model {name!r}: there is no such file; {_WHAT_A_NAME_IS}")
     if importlib.util.find_spec("gguf") is None:
-        raise ModelError(f"model {name!r} is a GGUF file, which needs an extra: pip install 'tailrace[gguf]'")
+        raise ModelError(extra_needed(f"model {name!r} is a GGUF file, which", "gguf", "gguf"))
     return ModelSource(name=name, location=str(path.parent), gguf_file=path.name)
 
 

@@ -11,7 +11,7 @@ from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-from tailrace.errors import SettingsError
+from tailrace.extras import require_extra
 from tailrace.reporting.report import ViewsOf
 
 _MODULE = "tailrace.dashboard.beside"
@@ -22,11 +22,8 @@ _logger = logging.getLogger(__name__)
 
 def require_page(wanted: bool) -> None:
     """Raise `SettingsError` where the dashboard is asked for and what it needs is not installed."""
-    missing = [name for name in ("starlette", "uvicorn") if importlib.util.find_spec(name) is None]
-    if wanted and missing:
-        raise SettingsError(
-            "observability.ui needs an extra: pip install 'tailrace[ui]', or leave it out", key=("observability", "ui")
-        )
+    for package in ("starlette", "uvicorn") if wanted else ():
+        require_extra(package, extra="ui", what="observability.ui", key=("observability", "ui"))
 
 
 def views_of_report() -> ViewsOf | None:

@@ -159,7 +159,7 @@ def test_an_unknown_one_is_refused_with_the_known_ones() -> None:
 
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(SettingsError, match=r"'mlflow' needs an extra: pip install 'tailrace\[mlflow\]'"):
+    with pytest.raises(SettingsError, match=r"'mlflow' needs mlflow: pip install .tailrace\[mlflow\]."):
         require_trackers(["mlflow"])
 
 

@@ -163,7 +163,7 @@ def test_a_model_without_linear_layers_is_refused() -> None:
 
 def test_the_extra_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(SettingsError, match=r"pip install 'tailrace\[lora\]'"):
+    with pytest.raises(SettingsError, match=r'trainer.lora needs peft: pip install "tailrace\[lora\]"'):
         add_adapter(tiny_model("llama"), LoraSettings(rank=2), "tiny")
 
 

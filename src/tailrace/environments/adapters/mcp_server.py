@@ -23,9 +23,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from tailrace.environments.adapters.extras import import_extra
 from tailrace.environments.tools import Tool
 from tailrace.errors import EnvironmentFailed, SettingsError, ToolError
+from tailrace.extras import import_extra
 from tailrace.records import Json, ToolSpec
 
 if TYPE_CHECKING:

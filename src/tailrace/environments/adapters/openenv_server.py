@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from urllib.parse import urlsplit, urlunsplit
 
 from tailrace.child_processes import kill_group
-from tailrace.environments.adapters.extras import import_extra
 from tailrace.errors import EnvironmentFailed, SettingsError
+from tailrace.extras import import_extra
 from tailrace.records import Json
 
 if TYPE_CHECKING:

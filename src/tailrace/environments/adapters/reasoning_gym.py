@@ -19,7 +19,6 @@ from difflib import get_close_matches
 from functools import cached_property, partial
 from typing import Any, get_type_hints
 
-from tailrace.environments.adapters.extras import import_extra
 from tailrace.environments.answers import extract_answer
 from tailrace.environments.arguments import convert_argument, unknown_argument
 from tailrace.environments.generated import is_held_out
@@ -28,6 +27,7 @@ from tailrace.environments.results import AgentResult
 from tailrace.environments.rows import LazyRows, Row
 from tailrace.environments.single_turn import single_turn_agent
 from tailrace.errors import SettingsError
+from tailrace.extras import import_extra
 from tailrace.records import Json, Message, Task
 
 _COMPOSITE = "composite"

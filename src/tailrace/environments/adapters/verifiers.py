@@ -16,11 +16,11 @@ from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 
-from tailrace.environments.adapters.extras import import_extra
 from tailrace.environments.adapters.verifiers_models import other_models
 from tailrace.environments.protocol import Agent, EnvironmentSpec, Policy, TaskRows
 from tailrace.environments.results import AgentResult
 from tailrace.errors import BudgetExceeded, EnvironmentFailed, RequestRefused, SettingsError
+from tailrace.extras import import_extra
 from tailrace.records import FinishReason, Json, Message, Reply, Task, ToolCall, ToolSpec
 
 MODEL = "policy"

@@ -8,7 +8,6 @@ A file is there when it is whole. What the folder holds is bounded in bytes: see
 from __future__ import annotations
 
 import enum
-import importlib.util
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tailrace.errors import SettingsError
+from tailrace.extras import require_extra
 from tailrace.records import Branch, Float32Array, RolloutId
 from tailrace.records.columns import TEACHER_TOP_IDS, TEACHER_TOP_LOGPROBS
 from tailrace.reporting.rollout_records import RolloutEntry
@@ -51,11 +50,9 @@ class TokenOrigin(enum.IntEnum):
 
 def require_parquet(every_steps: int) -> None:
     """Raise `SettingsError` where tokens are asked for and pyarrow is not installed; imports nothing heavy."""
-    if every_steps and importlib.util.find_spec("pyarrow") is None:
-        raise SettingsError(
-            "observability.tokens_every_steps needs an extra: pip install 'tailrace[parquet]', or leave it out",
-            key=("observability", "tokens_every_steps"),
-        )
+    if every_steps:
+        key = ("observability", "tokens_every_steps")
+        require_extra("pyarrow", extra="parquet", what=".".join(key), key=key)
 
 
 class TokenWriter:

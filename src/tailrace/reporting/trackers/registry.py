@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from importlib.metadata import entry_points
 from typing import NamedTuple, cast
 
 from tailrace.errors import SettingsError
+from tailrace.extras import require_extra
 from tailrace.reporting.trackers.protocol import TrackedRun, Tracker
 from tailrace.user_code import import_attribute
 
@@ -80,5 +80,4 @@ def _path(name: str) -> str:
 
 
 def _require_package(name: str) -> None:
-    if importlib.util.find_spec(BUILT_IN[name].package) is None:
-        raise SettingsError(f"{SETTING}: {name!r} needs an extra: pip install 'tailrace[{name}]', or leave it out")
+    require_extra(BUILT_IN[name].package, extra=name, what=f"{SETTING}: {name!r}")

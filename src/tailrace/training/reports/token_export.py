@@ -30,6 +30,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from tailrace.errors import SettingsError
+from tailrace.extras import extra_needed
 from tailrace.records import BatchRow
 from tailrace.training.model.head import LossOutput
 from tailrace.training.settings.trainer import ExportFormat
@@ -50,9 +51,8 @@ class TokenExport:
     ) -> None:
         """`tokenizer` tells the texts. Raises `SettingsError` where Parquet cannot be written here."""
         if form == "parquet" and importlib.util.find_spec("pyarrow") is None:
-            raise SettingsError(
-                'trainer.export_tokens = "parquet" needs pyarrow: pip install "tailrace[parquet]", or choose "jsonl"'
-            )
+            needed = extra_needed('trainer.export_tokens = "parquet"', "pyarrow", "parquet")
+            raise SettingsError(f'{needed}, or choose "jsonl"')
         self._folder, self._form, self._rank, self._every_steps = folder, form, rank, every_steps
         self._text = lru_cache(_REMEMBERED_TEXTS)(lambda token_id: tokenizer.decode([token_id], False))
         self._rows: list[Columns] = []

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from tailrace.errors import SettingsError
+from tailrace.extras import require_extra
 
 
 class LoraSettings(BaseModel):
@@ -63,8 +62,5 @@ class LoraSettings(BaseModel):
 
 def require_peft(settings: LoraSettings) -> None:
     """Raise `SettingsError` where adapters are asked for and peft is not installed; imports nothing heavy."""
-    if settings.rank is not None and importlib.util.find_spec("peft") is None:
-        raise SettingsError(
-            "trainer.lora needs an extra: pip install 'tailrace[lora]', or leave trainer.lora out",
-            key=("trainer", "lora", "rank"),
-        )
+    if settings.rank is not None:
+        require_extra("peft", extra="lora", what="trainer.lora", key=("trainer", "lora", "rank"))

@@ -18,6 +18,7 @@ from typing import Protocol, TypeAlias, cast
 from urllib.parse import urlsplit, urlunsplit
 
 from tailrace.errors import NotAnswering, PeerGone, SettingsError, TransportError
+from tailrace.extras import extra_needed
 
 Argument: TypeAlias = bytes | str | int | memoryview
 Command: TypeAlias = Sequence[Argument]
@@ -259,9 +260,7 @@ def _make(url: str, answers_s: float) -> _Wire:
 
         from tailrace.transport.redis.replies import ReplyParser
     except ImportError as error:
-        raise SettingsError(
-            "Redis needs the package redis: pip install 'tailrace[redis]'", key=("transport", "redis")
-        ) from error
+        raise SettingsError(extra_needed("transport.redis", "redis", "redis"), key=("transport", "redis")) from error
     timeouts: dict[str, float | bool] = {"socket_timeout": answers_s}
     if not url.startswith("unix:"):
         timeouts |= {"socket_connect_timeout": answers_s, "socket_keepalive": True}
