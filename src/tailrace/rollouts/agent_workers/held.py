@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
+from typing import Generic, TypeAlias, TypeVar
 
 from tailrace.environments import AgentResult
 from tailrace.environments.outside import AnswerClient
+from tailrace.errors import CorruptData
 from tailrace.records import Branch, Completion, Rollout, SessionId
 from tailrace.rollouts.agent_workers.messages import Failure, Played, Scored
 
@@ -28,14 +30,19 @@ class PlayedRollout:
         return self.scored or self.reported
 
 
+ReplyT = TypeVar("ReplyT", Played, Scored)
+
+
 @dataclass(slots=True)
-class Held:
+class Held(Generic[ReplyT]):
     """A rollout that the worker plays, or a group that it scores."""
 
     what: str
     """For people."""
     number: int
-    ended: asyncio.Future[Played | Scored]
+    reply: type[ReplyT]
+    """What ends it."""
+    ended: asyncio.Future[ReplyT]
     requests: dict[int, asyncio.Task[None]] = field(default_factory=dict)
     """That are being sampled, by the worker's number for them."""
     enough: set[int] = field(default_factory=set)
@@ -45,8 +52,18 @@ class Held:
     tell: AnswerClient | None = None
     """The client outside that has claimed it."""
 
+    def end(self, report: Played | Scored) -> None:
+        """The worker says that it has ended. Raises `CorruptData` where that is said of something else."""
+        if not isinstance(report, self.reply):
+            raise CorruptData(f"{self.what} was answered with {type(report).__name__}")
+        if not self.ended.done():
+            self.ended.set_result(report)
 
-def fill_with_known(rollout: Rollout, held: Held) -> None:
+
+AnyHeld: TypeAlias = Held[Played] | Held[Scored]
+
+
+def fill_with_known(rollout: Rollout, held: Held[Played]) -> None:
     """What was sampled for a rollout whose worker says nothing of it any more: completions, without their context."""
     rollout.branches = []
     for completions in held.sampled.values():

@@ -25,7 +25,7 @@ from tailrace.rollouts.agent_workers.blame import MARK_BYTES, blamed
 from tailrace.rollouts.agent_workers.connection import Connection
 from tailrace.rollouts.agent_workers.exit_report import ExitReport
 from tailrace.rollouts.agent_workers.groups import GroupData
-from tailrace.rollouts.agent_workers.held import Held, PlayedRollout, fill_with_known
+from tailrace.rollouts.agent_workers.held import AnyHeld, Held, PlayedRollout, ReplyT, fill_with_known
 from tailrace.rollouts.agent_workers.messages import (
     Answer,
     AnswerChunk,
@@ -84,7 +84,7 @@ class AgentWorker:
         self.not_loaded: dict[str, Failure] = {}
         """Environments that the newest process could not load, and does not need to."""
         self._hello, self._settings, self._generate, self._place = hello, settings, generate, place
-        self._held: dict[str, Held] = {}
+        self._held: dict[str, AnyHeld] = {}
         """By the rollout's id, or the score's key."""
         self._numbers = itertools.count(1)
         """Of what it is told to play and score."""
@@ -223,7 +223,7 @@ class AgentWorker:
             self._killed_for = self._killed_for or why
         self._process.kill()
 
-    def _why(self, end: ProcessEnd, to_blame: Held | None) -> str:
+    def _why(self, end: ProcessEnd, to_blame: AnyHeld | None) -> str:
         """Why it ended, for people."""
         status, exit_report = end.status, end.exit_report[MARK_BYTES:]
         words = ExitReport.read(exit_report.decode(errors="replace"), self._thread_id)
@@ -267,6 +267,7 @@ class AgentWorker:
                 attempt=rollout.attempt,
                 is_evaluation=is_evaluation,
             ),
+            Played,
         )
         held.tell = tell
         try:
@@ -290,6 +291,7 @@ class AgentWorker:
             key,
             f"the score of group {group.group_id}",
             Score(number=number, key=key, task=task, group=data, by=by),
+            Scored,
         )
         try:
             scored = await asyncio.shield(held.ended)
@@ -299,19 +301,20 @@ class AgentWorker:
                 async with asyncio.timeout(CANCELLED_S):
                     await asyncio.shield(held.ended)
             raise
-        if not isinstance(scored, Scored) or scored.changes is None:
-            raise (getattr(scored, "failure", None) or Failure("WorkerLost", f"{self.name} told of no score")).error()
+        if scored.changes is None:
+            raise (scored.failure or Failure("WorkerLost", f"{self.name} told of no score")).error()
         try:
             return scored.changes.applied(group)
         except CorruptData as error:
             raise WorkerLost(f"task {group.task.task_id}: {self.name}: {error}") from error
 
-    def _hold(self, key: str, what: str, order: Play | Score) -> Held:
-        held = self._held[key] = Held(what, order.number, asyncio.get_running_loop().create_future())
+    def _hold(self, key: str, what: str, order: Play | Score, reply: type[ReplyT]) -> Held[ReplyT]:
+        held = Held(what, order.number, reply, asyncio.get_running_loop().create_future())
+        self._held[key] = held
         self._connection.send(order)
         return held
 
-    async def _cancel(self, rollout: Rollout, held: Held) -> None:
+    async def _cancel(self, rollout: Rollout, held: Held[Played]) -> None:
         """Wait until the worker says that it has ended, or has ended itself; not for long."""
         self._connection.send(Cancel(key=rollout.rollout_id))
         for request in held.requests.values():
@@ -326,16 +329,15 @@ class AgentWorker:
             fill_with_known(rollout, held)
             raise
 
-    def _filled(self, rollout: Rollout, played: Played | Scored) -> PlayedRollout:
+    def _filled(self, rollout: Rollout, played: Played) -> PlayedRollout:
         """Raises what it failed with."""
-        report, played = self._fill(rollout, played)
+        report = self._fill(rollout, played)
         if played.failure is not None or report.reported is None:
             raise (played.failure or Failure("WorkerLost", f"{self.name} told of no result")).error()
         return PlayedRollout(report.reported, report.scored, played.score_failure)
 
-    def _fill(self, rollout: Rollout, played: Played | Scored) -> tuple[RolloutReport, Played]:
+    def _fill(self, rollout: Rollout, played: Played) -> RolloutReport:
         """Raises `WorkerLost` for what is no rollout."""
-        assert isinstance(played, Played)  # keys of scores are none of rollouts
         with phase("receive_rollout"):
             try:
                 rollout.branches = [data.branch() for data in played.branches]
@@ -346,9 +348,9 @@ class AgentWorker:
             rollout.messages, rollout.metrics = report.messages, report.metrics
             rollout.sampled_texts = report.sampled_texts
             rollout.turns, rollout.truncated = played.turns, played.truncated
-        return report, played
+        return report
 
-    async def _lose_all(self, lost: WorkerLost, to_blame: Held | None = None) -> None:
+    async def _lose_all(self, lost: WorkerLost, to_blame: AnyHeld | None = None) -> None:
         """Nothing of what it held comes back; where one is to blame for that, the others are not."""
         for held in list(self._held.values()):
             requests = list(held.requests.values())
@@ -390,9 +392,14 @@ class AgentWorker:
                 self._end(report.key, report)
 
     def _end(self, key: str, report: Played | Scored) -> None:
-        held = self._held.pop(key, None)
-        if held is not None and not held.ended.done():
-            held.ended.set_result(report)
+        if (held := self._held.get(key)) is None:
+            return
+        try:
+            held.end(report)
+        except CorruptData as error:
+            self._kill(str(error))
+        else:
+            del self._held[key]
 
     def _with_branches(self, played: Played) -> Played:
         """With those that lie in shared memory; lost where they are not what was written there."""
@@ -423,7 +430,7 @@ class AgentWorker:
         else:
             request.cancel()
 
-    async def _answer(self, held: Held, ask: Ask) -> None:
+    async def _answer(self, held: AnyHeld, ask: Ask) -> None:
         call_id = ask.call_id
 
         def forward(chunk: Completion) -> None:
