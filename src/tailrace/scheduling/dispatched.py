@@ -101,6 +101,11 @@ class DispatchedSamples:
         return sum(self._wanted.values())
 
     @property
+    def is_fed(self) -> bool:
+        """Whether consumers have something to train on, and none that cannot go on without more."""
+        return bool(self.in_hand) and not self.wanted
+
+    @property
     def credits_free(self) -> int:
         """Above 0, what is ready may be handed over; it may overdraw by a group's samples less one."""
         return max(self._window - len(self.in_hand), self.wanted - self.waiting)

@@ -123,7 +123,7 @@ class FeedScheduler(Scheduler):
                 await self._give_back(report)
             case _:
                 pass
-        self._trainer_waits.set(self._dispatched.wanted > 0 or not self._dispatched.in_hand)
+        self._trainer_waits.set(not self._dispatched.is_fed)
         self._outstanding.wake()
 
     def saved(self, step: int) -> None:
@@ -165,7 +165,7 @@ class FeedScheduler(Scheduler):
                 f"the outside trainer to write weights: it is at version {self._progress.version}, and what is sampled "
                 "now would be older than scheduling.max_staleness allows"
             )
-        if dispatched.in_hand and not dispatched.wanted:
+        if dispatched.is_fed:
             return f"the outside trainer to train on the {len(dispatched.in_hand)} samples that it was handed"
         return ""
 
@@ -175,15 +175,14 @@ class FeedScheduler(Scheduler):
     def _admission_state(self) -> AdmissionState:
         """A consumer that waits stands at one version: what it has ages by nothing, and takes no part of the budget."""
         settings, outstanding, dispatched = self._settings, self._outstanding, self._dispatched
-        is_fed = bool(dispatched.in_hand) and not dispatched.wanted
         untaken = self._accounts.ledger.in_flight - dispatched.taken_rollouts
-        buffered_batches = settings.buffer_batches if is_fed else max(1.0, settings.buffer_batches)
+        buffered_batches = settings.buffer_batches if dispatched.is_fed else max(1.0, settings.buffer_batches)
         return AdmissionState(
             running=outstanding.running,
             max_running=self._slots_left,
             waiting_for_trainer=outstanding.ready_rollouts + dispatched.waiting,
             max_waiting=int(buffered_batches * settings.batch_size),
-            is_trainer_fed=is_fed,
+            is_trainer_fed=dispatched.is_fed,
             budget_free=max(self._accounts.budget_free, dispatched.wanted - untaken),
             untaken=outstanding.untaken,
             age=self._progress.age,
@@ -195,12 +194,7 @@ class FeedScheduler(Scheduler):
     def _has_dispatched(self) -> bool:
         """What a consumer has that cannot go on without more is nothing to wait for, once there is no more."""
         dispatched = self._dispatched
-        return bool(
-            self._reported
-            or dispatched.returned
-            or dispatched.waiting
-            or (dispatched.in_hand and not dispatched.wanted)
-        )
+        return bool(self._reported or dispatched.returned or dispatched.waiting or dispatched.is_fed)
 
     # --- hand-over ---------------------------------------------------------------------------------------------------
 
@@ -224,7 +218,7 @@ class FeedScheduler(Scheduler):
                 return
             handed = self._judged_again() if self._dispatched.returned else self._judged(self._outstanding.take())
             self._dispatched.dispatch(handed)
-            self._trainer_waits.set(self._dispatched.wanted > 0 or not self._dispatched.in_hand)
+            self._trainer_waits.set(not self._dispatched.is_fed)
             with phase("offer_samples", track="batches"):
                 await self._stream.offer([self._offered(one) for one in handed])
         self._outstanding.wake()
