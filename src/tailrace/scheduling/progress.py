@@ -23,7 +23,7 @@ class Progress:
     """Versions and steps, and the batches between scheduler and trainer. Plain numbers."""
 
     def __init__(self, *, step: int = 0, version: int = 0, serving_version: int | None = None) -> None:
-        """With the parameters of `StreamScheduler.start`."""
+        """With the parameters of `Scheduler.start`."""
         self.step, self.version = step, version
         self.sent: deque[FormedBatch] = deque()
         self.is_forming = False

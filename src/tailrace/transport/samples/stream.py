@@ -3,7 +3,7 @@
     offer ──► waits there ──► pull: one consumer has it ──► told of in a StepDone, or dropped ──► release
                               └── the consumer is lost: ConsumerLost ──► release, judged again, offer
 
-How many are offered is the scheduler's to say (`scheduling.credits`): a stream bounds nothing. What is offered twice
+How many are offered is the scheduler's to say (`scheduling.dispatched`): a stream bounds nothing. What is offered twice
 under one id is there once. Reports arrive in the order in which they were told, each once.
 
 The stream ends for everybody with `close`; it counts nothing that could end training. A carrier between processes:

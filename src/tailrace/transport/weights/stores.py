@@ -257,7 +257,7 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def _read_folder(folder: Path) -> dict[str, TensorBuffers]:
-    """As `ModelStateDictStore.publish_folder` reads it: views of its files."""
+    """As `FolderPublisher.publish_folder` reads it: views of its files."""
     tensors: dict[str, TensorBuffers] = {}
     if (folder / _ADAPTER_FILE).exists():
         raise TransportError(
