@@ -172,7 +172,12 @@ class GenerationError(TailraceError):
 
 
 class RequestRefused(GenerationError):
-    """One request is impossible (prompt too long, unknown token, bad sampling settings); others are unaffected."""
+    """One request is impossible (prompt too long, unknown token, bad sampling settings); others are unaffected.
+
+    Costs the rollout that it is of, and is counted under `reason`.
+    """
+
+    reason = "request_refused"
 
 
 class ChatFailed(GenerationError):

@@ -75,7 +75,7 @@ async def _play(tried: TriedGroup, group_id: GroupId, rollouter: Rollouter, grou
         try:
             tried.finished.append(await runner.run(task, group_id=group_id, rollout_id=rollout_id))
         except (RolloutError, RequestRefused) as error:
-            tried.failures.append(Failure(_reason(error), str(error), lost.get(rollout_id)))
+            tried.failures.append(Failure(error.reason, str(error), lost.get(rollout_id)))
 
     async with asyncio.TaskGroup() as attempts:
         for number in range(group_size):
@@ -84,10 +84,6 @@ async def _play(tried: TriedGroup, group_id: GroupId, rollouter: Rollouter, grou
         tried.scored = await runner.score(Group(group_id, tried.task, list(tried.finished)))
     except RolloutError as error:
         tried.failures.append(Failure(error.reason, str(error)))
-
-
-def _reason(error: RolloutError | RequestRefused) -> str:
-    return error.reason if isinstance(error, RolloutError) else "request_refused"
 
 
 class _Stalls(logging.Handler):

@@ -112,10 +112,8 @@ class _Walk:
             tally.finished[number] = rollout = await self._run_one(task, number)
             if rollout.reward is None:
                 tally.failed[UNSCORED] += 1
-        except RolloutError as error:
+        except (RolloutError, RequestRefused) as error:
             tally.failed[error.reason] += 1
-        except RequestRefused:
-            tally.failed["request_refused"] += 1
         self.ended += 1
         self._slots.release()
 

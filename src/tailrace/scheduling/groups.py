@@ -154,7 +154,7 @@ class GroupPlayer:
             self._back_off(group, error, "rollouts")
             return None
         except RequestRefused as error:
-            self._accounts.lose(rollout_id, Outcome.failed("request_refused"), str(error))
+            self._accounts.lose(rollout_id, Outcome.failed(error.reason), str(error))
             member.failures += 1
             return None
         self._came_back(task.environment, "rollouts")
