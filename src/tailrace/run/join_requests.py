@@ -39,7 +39,7 @@ from tailrace.run.generators import Generators
 from tailrace.run.replica_pool import Place
 from tailrace.run.replica_sources import JoinedGenerator, contradiction
 from tailrace.transport.channels import CLOSE_LINGER_MS, PeerMonitor, encode, ipc_address, received
-from tailrace.transport.keys import CurveKeys, guard, keep_alive, read_keys, require_safe_address, write_keys
+from tailrace.transport.keys import CurveKeys, guard, keep_alive, read_or_write_keys, require_safe_address
 from tailrace.transport.payloads.accounts import PayloadAccounts
 
 _logger = logging.getLogger(__name__)
@@ -305,7 +305,7 @@ async def listen_for_generators(handler: JoinHandler, path: Path) -> AsyncIterat
         listeners = [JoinListener(ipc_address(folder.path, "join"), handler, is_here=True)]
         stack.push_async_callback(listeners[0].close)
         if chosen.join_address is not None:
-            keys = await asyncio.to_thread(_keys, Path(chosen.join_key)) if chosen.join_key is not None else None
+            keys = None if chosen.join_key is None else await asyncio.to_thread(_join_keys, Path(chosen.join_key))
             listeners.append(JoinListener(chosen.join_address, handler, keys, is_here=False))
             stack.push_async_callback(listeners[1].close)
         with writing(path.parent):
@@ -316,13 +316,9 @@ async def listen_for_generators(handler: JoinHandler, path: Path) -> AsyncIterat
         yield
 
 
-def _keys(path: Path) -> CurveKeys:
-    """Those of the file; where there is none yet, fresh ones."""
-    if path.exists():
-        return read_keys(path, "generator.join_key")
-    keys = write_keys(path, "generator.join_key")
-    _logger.info("wrote new keys to %s: copy it to where generators join from (tailrace serve --key)", path)
-    return keys
+def _join_keys(path: Path) -> CurveKeys:
+    copy_to = "where generators join from (tailrace serve --key)"
+    return read_or_write_keys(path, "generator.join_key", _logger.info, copy_to=copy_to)
 
 
 class JoinClient:

@@ -29,7 +29,7 @@ from tailrace.rollouts import ChatRenderer
 from tailrace.run.asked import asked_policies
 from tailrace.run.engines import build_engine, engine_factory, require_engine
 from tailrace.run.ranks import follow_rank, own_device, torchrun_rank
-from tailrace.transport.keys import CurveKeys, read_http_key, read_keys, require_safe_address, write_keys
+from tailrace.transport.keys import read_http_key, read_or_write_keys, require_safe_address
 from tailrace.transport.payloads.store import MemoryPayloadStore
 
 ADDRESS = "tcp://127.0.0.1:5757"
@@ -57,7 +57,8 @@ async def serve(
         follow_rank(partial(build_engine, settings.model, settings.generator), rank)
         return ExitCode.FINISHED
     require_safe_address(address, has_keys=key is not None, setting="--address", key_setting="--key")
-    keys = await asyncio.to_thread(_keys, key, say) if key else None
+    copy_to = "where the run is, and name it there with --generator.connect_key"
+    keys = await asyncio.to_thread(read_or_write_keys, key, "--key", say, copy_to=copy_to) if key else None
     http_clients = await asyncio.to_thread(_http_key, http_key, say) if settings.gateway is not None else ""
     require_weights(settings.model.name)
     await asyncio.to_thread(remove_leftovers)
@@ -142,12 +143,3 @@ async def _until_signal(server: GeneratorServer, shared_memory: OwnedFolder) -> 
             if signals.exit_code is None:
                 raise
     return signals.exit_code or ExitCode.FAILED
-
-
-def _keys(path: Path, say: Callable[[str], None]) -> CurveKeys:
-    """Those of the file; where there is none yet, fresh ones."""
-    if os.path.exists(path):
-        return read_keys(path, "--key")
-    keys = write_keys(path, "--key")
-    say(f"wrote new keys to {path}; copy it to where the run is, and name it there with --generator.connect_key")
-    return keys

@@ -87,6 +87,15 @@ def write_keys(path: Path, setting: str) -> CurveKeys:
     return keys
 
 
+def read_or_write_keys(path: Path, setting: str, say: Callable[[str], None], *, copy_to: str) -> CurveKeys:
+    """Those of the file; where there is none yet, fresh ones, of which people are told. Raises as both do."""
+    if path.exists():
+        return read_keys(path, setting)
+    keys = write_keys(path, setting)
+    say(f"wrote new keys to {path}: copy it to {copy_to}")
+    return keys
+
+
 def read_http_key(path: Path, setting: str) -> str:
     """The key of HTTP clients that a file holds. Raises `SettingsError` that names `setting`."""
     try:
