@@ -42,8 +42,8 @@ class Ends:
     def reader(self, consumer: str = "a") -> GroupReader:
         return GroupReader(self.connect(), self.key, "group", consumer, self.place.origin)
 
-    def ordered(self, after: int | None = 0) -> OrderedReader:
-        return OrderedReader(self.reader(), after=after)
+    def ordered(self) -> OrderedReader:
+        return OrderedReader(self.reader())
 
     def write(self, *texts: str) -> None:
         self.writer.append([("text", text.encode()) for text in texts])

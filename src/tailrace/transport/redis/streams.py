@@ -327,14 +327,11 @@ class GroupReader:
 class OrderedReader:
     """Every message of a stream once, and in order, through all that Redis forgets. Its calls block: one thread."""
 
-    def __init__(self, reader: GroupReader, *, after: int | None = 0, read_ahead: int = _READ_AHEAD) -> None:
-        """`after` is the number of the last message that is known; None: begin with the oldest that is there.
-
-        So many messages are fetched at once, where so many are there.
-        """
+    def __init__(self, reader: GroupReader, *, read_ahead: int = _READ_AHEAD) -> None:
+        """So many messages are fetched at once, where so many are there."""
         self.reader, self._read_ahead = reader, read_ahead
-        self.reader.known = after or 0
-        self._last = after
+        self._last = 0
+        """The number of the last message that was given out."""
         self._ahead: dict[int, Entry] = {}
         self._times_connected = 0
         """At the last look at what it was given, and may never have received."""
@@ -347,8 +344,6 @@ class OrderedReader:
             self._read(wait_s)
         if not self._ahead:
             return None
-        if self._last is None:
-            self._last = min(self._ahead) - 1
         entry = self._ahead.pop(self._last + 1, None)
         if entry is None:
             self._wait_for_gap(self._last + 1)

@@ -101,7 +101,6 @@ class TorchEngine(Engine):
         prefill_chunk_tokens: int = 512,
         chunk_tokens: int = 64,
         seed: int = 0,
-        version: int = 0,
         kv_cache: KvCache = "keep",
         share_prefix_across_versions: bool = False,
         return_routed_experts: bool = False,
@@ -125,7 +124,7 @@ class TorchEngine(Engine):
             ExpertStore(self._tap.shape, self._tap.dtype, slots=slots, capacity=capacity) if self._tap else None
         )
         self._prefill_chunk_tokens = prefill_chunk_tokens
-        self._reuse = Reuse(version, kv_cache, share_prefix_across_versions)
+        self._reuse = Reuse(0, kv_cache, share_prefix_across_versions)
         self._has_loaded = False
         self._seeds = np.random.default_rng(seed)
         self._waiting: deque[GenerationRequest] = deque()
