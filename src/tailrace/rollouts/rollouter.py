@@ -137,8 +137,6 @@ class Rollouter:
         names = [name for name, one in self._environments.items() if one.spec.needs_workers and not one.is_apart]
         for name in names:
             self._workers.require(name)
-        if self._endpoints is not None:
-            await self._endpoints.start()
         async with asyncio.TaskGroup() as starting:
             starting.create_task(self._workers.start(names))
             if self._agents is not None:
