@@ -90,6 +90,9 @@ class InstantEngine(Engine):
     def abort(self, request_id: str) -> None: ...
 
     @override
+    def reseed(self, seed: int) -> None: ...
+
+    @override
     def prepare(self, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
         return tensors
 

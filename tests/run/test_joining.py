@@ -52,7 +52,7 @@ class OwnGenerator(ReplicaSource):
         return GeneratorClient(self._address, name=self.name, on_report=on_report)
 
     @override
-    async def hello(self, client: ReplicaConnection) -> WelcomeReply:
+    async def hello(self, client: ReplicaConnection, seed: int) -> WelcomeReply:
         return await client.hello()
 
     @override

@@ -57,7 +57,7 @@ async def client_of(
         client = GeneratorClient(
             await asyncio.to_thread(address_of, process), lend=ModelStateDictLender(Path(folder)).lend
         )
-        await client.hello("run")
+        await client.hello("run", seed=7)
         yield client, store
         await client.leave()
         store.close()

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import itertools
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
 from tailrace.environments import load_environment
-from tailrace.run.roles import seed_of_life
+from tailrace.generation.engine_thread.generator import Generator
+from tailrace.generation.rpc.client import GeneratorClient
+from tailrace.generation.rpc.server import GeneratorServer
+from tailrace.models.identity import identify
+from tailrace.run.generators import Generators, seed_of_life
+from tailrace.run.replica_sources import ConnectedGenerator
 from tailrace.scheduling import TaskSource, TaskStream
+from tailrace.transport.channels import wait_until
+from tailrace.transport.weights.stores import MemoryModelStateDictStore
+from tests.generation.engine_support import make_engine, make_model, request
 from tests.run.runs import rollouts, run_inline, tiny_settings
+
+MODEL = "bundled:quickstart"
 
 
 def test_every_life_of_every_generator_has_random_streams_of_its_own() -> None:
@@ -37,3 +50,59 @@ async def test_tasks_and_trainer_have_the_seed_of_the_run(tmp_path: Path) -> Non
     tasks = {record["task_id"] for record in rollouts(tmp_path / "run")}
     assert tasks
     assert tasks <= {*first}
+
+
+@contextlib.asynccontextmanager
+async def two_services() -> AsyncIterator[list[GeneratorServer]]:
+    """Alike, as all that `tailrace serve` starts from the same settings are."""
+    model = identify(MODEL)
+    async with asyncio.TaskGroup() as group:
+        services = list[GeneratorServer]()
+        for _ in range(2):
+            generator = Generator(lambda: make_engine(make_model()))
+            server = GeneratorServer(generator, MemoryModelStateDictStore().open, "tcp://127.0.0.1:*", model=model)
+            services.append(server)
+            group.create_task(server.serve())
+        yield services
+        for server in services:
+            client = GeneratorClient(server.address)
+            await client.hello()
+            await client.close()
+
+
+async def first_tokens(services: Sequence[GeneratorServer], seed: str) -> list[tuple[int, ...]]:
+    """That a run with this seed is answered first: by each of them, and by the first once it is connected again."""
+    settings = tiny_settings("--seed", seed, "--generator.connect", ",".join(one.address for one in services))
+    sources = [
+        ConnectedGenerator(name, one.address, settings, epoch="run", lend=None)
+        for name, one in zip(settings.generator.replica_names, services, strict=True)
+    ]
+    generators, slots, changed = Generators(settings, sources), 0, asyncio.Event()
+
+    def note(count: int) -> None:
+        nonlocal slots
+        slots = count
+        changed.set()
+
+    async def all_serve() -> None:
+        await wait_until(changed, lambda: slots == 2 * settings.generator.concurrency)
+
+    async def asked(server: GeneratorServer) -> tuple[int, ...]:
+        return tuple((await server.generator.generate(request("r", [1, 2, 3], max_tokens=20))).token_ids.tolist())
+
+    generators.follow_slots(note)
+    async with asyncio.timeout(60):
+        await all_serve()
+        tokens = [await asked(server) for server in services]
+        generators.release(sources[0].name, "it is to come again")
+        await all_serve()
+        tokens.append(await asked(services[0]))
+    await generators.close()
+    return tokens
+
+
+async def test_generators_that_a_run_connects_to_draw_as_its_seed_says_and_each_connection_otherwise() -> None:
+    async with two_services() as services:
+        one, again, other = [await first_tokens(services, seed) for seed in ("5", "5", "6")]
+    assert one == again
+    assert len({*one, *other}) == 6

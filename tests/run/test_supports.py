@@ -70,7 +70,7 @@ async def refusal(engine: type[SimulatedEngine], *overrides: str, needs_supports
     )
     client = await source.open(lambda statistics, received: None)
     try:
-        await source.hello(client)
+        await source.hello(client, seed=0)
     except SettingsError as error:
         return str(error)
     finally:

@@ -50,7 +50,7 @@ class Life(ModelledReplica, ReplicaConnection):
         self._fleet = fleet
         self._told = 0
 
-    async def hello(self, epoch: str = "") -> WelcomeReply:
+    async def hello(self, epoch: str = "", seed: int | None = None) -> WelcomeReply:
         return WelcomeReply(
             call_id=0,
             protocol=PROTOCOL,
@@ -113,7 +113,7 @@ class ModelledSource(ReplicaSource):
         return life
 
     @override
-    async def hello(self, client: ReplicaConnection) -> WelcomeReply:
+    async def hello(self, client: ReplicaConnection, seed: int) -> WelcomeReply:
         failed = asyncio.ensure_future(client.failed())
         await asyncio.wait({failed}, timeout=self._start_s)
         if client.failure is not None:

@@ -40,6 +40,7 @@ class InboxState:
     arrivals: int = 0
     """Requests that the engine has not been given."""
     aborts: int = 0
+    """With what else is passed on at once: interruptions, a seed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -138,8 +138,8 @@ class GeneratorSettings(BaseModel):
     seed: int | None = Field(
         default=None,
         ge=0,
-        description="Seed of the random streams of requests that bring none; unset: the run's `seed`, and 0 without a "
-        "run",
+        description="Seed of the random streams of requests that bring none, on all generators of a run, those that "
+        "it connects to or that join it too; unset: the run's `seed`, and 0 without a run",
     )
     weight_update: WeightUpdate = Field(
         default="hot_swap",

@@ -13,9 +13,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple, NoReturn, Protocol
+
+import numpy as np
 
 from tailrace.config import RunSettings
 from tailrace.errors import ClusterFull, LifecycleError, ReplicaReleased, TailraceError
@@ -59,8 +62,8 @@ class ReplicaSource(Protocol):
         """Start it, or connect to it; the engine need not be built yet. Raises `TailraceError`."""
         ...
 
-    async def hello(self, client: ReplicaConnection) -> WelcomeReply:
-        """Wait until it serves. Raises `TailraceError`."""
+    async def hello(self, client: ReplicaConnection, seed: int) -> WelcomeReply:
+        """Wait until it serves, its random streams from `seed` on. Raises `TailraceError`."""
         ...
 
     async def end(self, client: ReplicaConnection | None, failure: Exception) -> EndedReplica:
@@ -115,6 +118,9 @@ class Generators:
         self._listener: ReplicaListener | None = None
         self.joins, self.leaves, self.losses = 0, 0, 0
         """Of generators that began to serve; of those that left in order; of those that were lost."""
+        self._seed = settings.generator_seed
+        self._lives = Counter[str]()
+        """That began, of every name."""
         self._slots: dict[str, int] = {}
         """Of those that serve, and were not asked to leave."""
         self._in_service = set[str]()
@@ -309,11 +315,13 @@ class Generators:
     async def _live(self, source: ReplicaSource) -> tuple[EndedReplica, bool]:
         """One life: why it ended, and whether it ever served."""
         client, deadline_s, served = None, self._settings.router.start_deadline_s, False
+        seed = seed_of_life(self._seed, self.pool.names.index(source.name), self._lives[source.name])
+        self._lives[source.name] += 1
         try:
             await source.placed()
             async with asyncio.timeout(deadline_s):
                 client = self._clients[source] = await source.open(partial(self.router.report, source.name))
-                welcome = await source.hello(client)
+                welcome = await source.hello(client, seed)
             served = self._have_served = True
             if (why := self._leaving.get(source.name)) is not None:
                 failure: Exception = ReplicaReleased(f"{source.name} left: {why}")
@@ -369,3 +377,10 @@ class Generators:
         self.leaves, self.losses = self.leaves + in_order, self.losses + (not in_order)
         if self._listener is not None:
             self._listener.replica_left(name, self.pool.serving, reason=str(reason), in_order=in_order)
+
+
+def seed_of_life(seed: int, index: int, life: int) -> int:
+    """Of one life of one generator's random streams: that of the settings for the very first, never one twice."""
+    if index == life == 0:
+        return seed
+    return int(np.random.SeedSequence([seed, index, life]).generate_state(1)[0]) % 2**31

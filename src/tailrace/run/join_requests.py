@@ -181,8 +181,7 @@ class JoinHandler:
         loop = asyncio.get_running_loop()
         self._kept[place] = loop.call_later(ANNOUNCED_WITHIN_S, self._forget, place)
         chosen = self.settings
-        seeded = chosen.generator.model_copy(update={"seed": chosen.generator_seed})
-        served = ServeSettings(model=chosen.model, generator=with_adapters(seeded, chosen.trainer.lora))
+        served = ServeSettings(model=chosen.model, generator=with_adapters(chosen.generator, chosen.trainer.lora))
         offered = served.model_dump_json(exclude={"generator": {"replicas", "join_address", "join_key"}}).encode()
         return Offer(chosen.name, place.name, place.life, offered, self.role if is_here else b"")
 

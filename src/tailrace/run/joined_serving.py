@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from tailrace.config import RUNS, own_settings
-from tailrace.config.serving import ServeSettings, joined_settings
+from tailrace.config.serving import joined_settings
 from tailrace.errors import LifecycleError, SettingsError
 from tailrace.generation.engine_thread.generator import Generator
 from tailrace.generation.engines.protocol import Engine
@@ -40,7 +40,7 @@ from tailrace.run.engines import engine_factory
 from tailrace.run.folder import RunPaths
 from tailrace.run.host_transports import GeneratorEnds, HostTransports
 from tailrace.run.join_requests import Accepted, Announce, Apply, JoinClient, JoinPlace, Offer, Release, Withdraw
-from tailrace.run.roles import RoleSettings, seed_of_life
+from tailrace.run.roles import RoleSettings
 from tailrace.transport.channels import ipc_address
 from tailrace.transport.keys import CurveKeys, is_of_this_machine, read_keys, require_safe_address
 from tailrace.transport.payloads.store import MemoryPayloadStore
@@ -115,7 +115,7 @@ async def serve_run(
         report_progress(f"joins the run {offer.run} as {offer.name}: its engine is built")
         with _ends(offer, keys) as (ends, stand_alone):
             generator = Generator(
-                make_engine(settings.model, _seeded(settings, offer)),
+                make_engine(settings.model, settings.generator),
                 settings.generator.weights,
                 payloads=ends.payloads,
             )
@@ -232,13 +232,6 @@ def _read(path: Path, asked_by: str) -> JoinPlace | None:
 def _is_here(place: JoinPlace) -> bool:
     """What a run left that was killed does not count."""
     return Path(place.here.removeprefix("ipc://")).exists()
-
-
-def _seeded(settings: ServeSettings, offer: Offer) -> GeneratorSettings:
-    """Every life of every generator draws from random streams of its own."""
-    number = int(offer.name.rpartition("-")[2])
-    seed = seed_of_life(settings.generator.seed or 0, number, offer.life)
-    return settings.generator.model_copy(update={"seed": seed})
 
 
 @contextlib.contextmanager

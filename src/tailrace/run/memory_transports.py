@@ -126,8 +126,10 @@ class GeneratorHere(ReplicaConnection):
         self._watching: asyncio.Task[None] | None = None
 
     @override
-    async def hello(self, epoch: str = "") -> WelcomeReply:
+    async def hello(self, epoch: str = "", seed: int | None = None) -> WelcomeReply:
         await self._generator.ready()
+        if seed is not None:
+            self._generator.reseed(seed)
         self._watching = asyncio.create_task(self._watch(), name="watch over the engine")
         return WelcomeReply(
             call_id=0,

@@ -61,8 +61,8 @@ class StartedGenerator(ReplicaSource):
         await self._launcher.let_go(self.name)
 
     @override
-    async def hello(self, client: ReplicaConnection) -> WelcomeReply:
-        welcome = await client.hello()
+    async def hello(self, client: ReplicaConnection, seed: int) -> WelcomeReply:
+        welcome = await client.hello(seed=seed)
         self._serves = True
         return welcome
 
@@ -175,8 +175,8 @@ class ConnectedGenerator(ReplicaSource):
         )
 
     @override
-    async def hello(self, client: ReplicaConnection) -> WelcomeReply:
-        welcome = await client.hello(self._epoch)
+    async def hello(self, client: ReplicaConnection, seed: int) -> WelcomeReply:
+        welcome = await client.hello(self._epoch, seed)
         own = await asyncio.to_thread(identify, self._model, with_weights=self._compares_weights)
         what = await asyncio.to_thread(contradiction, own, welcome.model, with_weights=self._compares_weights)
         if what:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, TypeAlias
 from urllib.parse import urlsplit
 
 import msgspec
-import numpy as np
 
 from tailrace.child_processes import describe_exit
 from tailrace.config import RunSettings
@@ -255,11 +254,8 @@ async def generator(role: Role) -> None:
     """Generates until its client closes it. Ready before its engine is built: `hello` raises that build's error."""
     role_settings = msgspec.json.decode(role.spec.settings, type=RoleSettings)
     settings = role_settings.run
-    index = (*settings.generator.replica_names, *settings.generator.spare_names).index(role.spec.role)
-    seed = seed_of_life(settings.generator_seed, index, role.life)
-    seeded = with_adapters(settings.generator.model_copy(update={"seed": seed}), settings.trainer.lora)
-    seeded = with_weight_transfer(seeded, settings.transport)
-    await _serve(role, role_settings, settings.model, seeded)
+    chosen = with_adapters(settings.generator, settings.trainer.lora)
+    await _serve(role, role_settings, settings.model, with_weight_transfer(chosen, settings.transport))
 
 
 async def teacher(role: Role) -> None:
@@ -328,10 +324,3 @@ async def _observed(role: Role, role_settings: RoleSettings) -> AsyncIterator[Ph
     setup_logging(name, role_settings.paths.logs, level=chosen.log_level)
     async with observed_process(name, role_settings.paths, chosen) as (phases, _):
         yield phases
-
-
-def seed_of_life(seed: int, index: int, life: int) -> int:
-    """Of one life of one generator's random streams: that of the settings for the very first, never one twice."""
-    if index == life == 0:
-        return seed
-    return int(np.random.SeedSequence([seed, index, life]).generate_state(1)[0]) % 2**31

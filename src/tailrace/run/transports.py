@@ -43,8 +43,11 @@ class TrainerEnds:
 class ReplicaConnection(ReplicaClient, Protocol):
     """A connected generator, with what its owner needs beside the router."""
 
-    async def hello(self, epoch: str = "") -> WelcomeReply:
-        """Wait for its engine to be built. Raises what building it raised."""
+    async def hello(self, epoch: str = "", seed: int | None = None) -> WelcomeReply:
+        """Wait for its engine to be built. Raises what building it raised.
+
+        With a `seed` the random streams of requests that bring none begin there.
+        """
         ...
 
     async def close(self) -> None:

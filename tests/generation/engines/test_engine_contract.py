@@ -299,6 +299,15 @@ def test_a_seed_samples_the_same_whatever_runs_beside_it(engines: EngineKind) ->
     assert other.token_ids.tolist() != alone.token_ids.tolist()
 
 
+def test_streams_of_requests_without_a_seed_begin_again_where_they_are_told_to(engines: EngineKind) -> None:
+    driver, drawn = engines.make(), list[list[int]]()
+    for number, seed in enumerate((2**40 + 5, 6, 2**40 + 5)):
+        driver.engine.reseed(seed)
+        asked = [request(f"r{number}-{i}", [1, 2, 3], max_tokens=25) for i in range(2)]
+        drawn.append([token for done in driver.run(*asked) for token in done.token_ids.tolist()])
+    assert drawn[0] == drawn[2] != drawn[1]
+
+
 def test_an_interrupted_greedy_completion_continues_as_if_it_never_stopped(engines: EngineKind) -> None:
     whole = greedy_reference(contract_model(), [1, 2, 3], 20)
     driver = engines.make()

@@ -105,6 +105,7 @@ async def test_two_ranks_generate_load_and_close_in_lockstep(model, tmp_path: Pa
             with pytest.raises(ModelError, match="stranger"):  # on every rank, which all live on
                 await generator.load_model_state_dict(lend({"stranger": torch.zeros(3)}), 1)
             assert await generator.load_model_state_dict(lend(newer.state_dict()), 2) == 2
+            generator.reseed(7)
             fresh = await ask(generator, "sampled", [4, 5], max_tokens=20)  # seeds are drawn alike
             np.testing.assert_allclose(fresh.logprobs, forward_logprobs(newer, [4, 5], fresh.token_ids), atol=1e-4)
     assert process.exitcode == 0

@@ -114,6 +114,10 @@ class Generator:
         self._inbox.put_interruption(Interruption(waiter, ids))
         return await waiter.future
 
+    def reseed(self, seed: int) -> None:
+        """Begin the random streams of requests that bring no seed, those of later calls at least, at this one."""
+        self._inbox.put_seed(seed)
+
     @property
     def limits(self) -> EngineLimits:
         """Of the engine. Raises `EngineFailed` when it was never built."""

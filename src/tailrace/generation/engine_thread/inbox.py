@@ -51,6 +51,8 @@ class Taken:
     calls: list[Call] = field(default_factory=list)
     aborted: list[Call] = field(default_factory=list)
     interruptions: list[Interruption] = field(default_factory=list)
+    seed: int | None = None
+    """For the calls, and later ones."""
 
 
 class Inbox:
@@ -61,6 +63,7 @@ class Inbox:
         self._calls: list[Call] = []
         self._aborted: list[Call] = []
         self._interruptions: list[Interruption] = []
+        self._seed: int | None = None
         self._staged: Staged | None = None
         self._closing = False
         self._failure: Callable[[], Exception] | None = None
@@ -108,6 +111,13 @@ class Inbox:
             self._interruptions.append(interruption)
             self._changed.notify()
 
+    def put_seed(self, seed: int) -> None:
+        """Ask for random streams that begin here. Raises the failure once the thread is gone."""
+        with self._changed:
+            self._require_open()
+            self._seed = seed
+            self._changed.notify()
+
     def close(self) -> None:
         """Ask the thread to end."""
         with self._changed:
@@ -127,8 +137,8 @@ class Inbox:
             calls: list[Call] = []
             if admit:
                 calls, self._calls = self._calls, calls
-            taken = Taken(calls, self._aborted, self._interruptions)
-            self._aborted, self._interruptions = [], []
+            taken = Taken(calls, self._aborted, self._interruptions, self._seed)
+            self._aborted, self._interruptions, self._seed = [], [], None
             return taken
 
     def take_calls(self, request_ids: frozenset[str] | None) -> list[Call]:
@@ -169,7 +179,7 @@ class Inbox:
             closing=self._closing,
             staged_version=None if self._staged is None else self._staged.version,
             arrivals=len(self._calls),
-            aborts=len(self._aborted) + len(self._interruptions),
+            aborts=len(self._aborted) + len(self._interruptions) + (self._seed is not None),
         )
 
     def _require_open(self) -> None:

@@ -152,6 +152,8 @@ class EngineLoop:
         self._settle_interruptions()
 
     def _pass_on(self, taken: Taken) -> None:
+        if taken.seed is not None:
+            self._engine.reseed(taken.seed)
         for call in taken.calls:
             call.waited_s = time.perf_counter() - call.arrived_s
             try:

@@ -207,6 +207,9 @@ class Engine(Protocol):
     def abort(self, request_id: str) -> None:
         """End a request; its last chunk says `ABORTED`. Unknown ids (it may just have finished) are ignored."""
 
+    def reseed(self, seed: int) -> None:
+        """Begin the random streams of requests that bring no seed again, at this one."""
+
     def prepare(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """Do what of a load can be done while the engine steps; what `load_model_state_dict` is to be given.
 

@@ -122,6 +122,10 @@ class SimulatedEngine(Engine):
                     return
 
     @override
+    def reseed(self, seed: int) -> None:
+        pass
+
+    @override
     def prepare(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         return tensors
 

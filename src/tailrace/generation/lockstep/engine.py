@@ -50,10 +50,17 @@ class _Abort(msgspec.Struct, frozen=True, tag=True):
     request_id: str
 
 
+class _Reseed(msgspec.Struct, frozen=True, tag=True):
+    seed: int
+
+
+_Arrival: TypeAlias = _Add | _Abort | _Reseed
+
+
 class _Step(msgspec.Struct, frozen=True, tag=True):
     """Preceded by what arrived since the last step, in order."""
 
-    arrivals: list[_Add | _Abort]
+    arrivals: list[_Arrival]
 
 
 class _Load(msgspec.Struct, frozen=True, tag=True):
@@ -166,14 +173,14 @@ class LockstepEngine(Engine):
         lifeline: Lifeline | None = None,
         on_closed: Callable[[], object] = lambda: None,
     ):
-        """`engine` is this rank's own, built alike on every rank (the same seed, too).
+        """`engine` is this rank's own, built alike on every rank (the same seed, too), as `reseed` keeps it.
 
         With a `lifeline` a rank that dies is noticed at once, without one in the next exchange. `on_closed` is called
         at the end of `close`, when all ranks have closed their engines: their processes may be waited for there.
         """
         self._engine, self._ranks, self._lifeline = engine, _Ranks(group), lifeline
         self._on_closed = on_closed
-        self._arrivals: list[_Add | _Abort] = []
+        self._arrivals: list[_Arrival] = []
 
     @property
     @override
@@ -201,6 +208,11 @@ class LockstepEngine(Engine):
     def abort(self, request_id: str) -> None:
         self._engine.abort(request_id)
         self._arrivals.append(_Abort(request_id))
+
+    @override
+    def reseed(self, seed: int) -> None:
+        self._engine.reseed(seed)
+        self._arrivals.append(_Reseed(seed))
 
     @override
     def step(self) -> list[SampledTokens]:
@@ -274,10 +286,13 @@ def _survive(ranks: _Ranks, work: Callable[[], None]) -> None:
 
 def _step(engine: Engine, order: _Step) -> list[SampledTokens]:
     for arrival in order.arrivals:
-        if isinstance(arrival, _Add):
-            engine.add(arrival.request)
-        else:
-            engine.abort(arrival.request_id)
+        match arrival:
+            case _Add(request=request):
+                engine.add(request)
+            case _Abort(request_id=request_id):
+                engine.abort(request_id)
+            case _Reseed(seed=seed):
+                engine.reseed(seed)
     return engine.step()
 
 

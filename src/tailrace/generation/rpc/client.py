@@ -141,8 +141,10 @@ class GeneratorClient:
         """Wait until the server is there, or the client failed: `hello` raises why."""
         await self._connected.wait()
 
-    async def hello(self, epoch: str = "") -> messages.WelcomeReply:
+    async def hello(self, epoch: str = "", seed: int | None = None) -> messages.WelcomeReply:
         """Introduce this client, and wait for the engine to be built. From then on the server reports.
+
+        With a `seed` the random streams of requests that bring none begin there.
 
         Raises what building the engine raised, and `SettingsError` for a server that is none, or not for us.
         """
@@ -151,6 +153,7 @@ class GeneratorClient:
             protocol=messages.PROTOCOL,
             epoch=epoch,
             brings_weights=self._lend is not None,
+            seed=seed,
         )
         try:
             welcome, _ = await self._call(call, messages.WelcomeReply)

@@ -8,7 +8,7 @@ versions.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Annotated, TypeAlias
 
 import msgspec
 import numpy as np
@@ -24,7 +24,7 @@ from tailrace.records import Completion, GenerationRequest, ModelStateDictRef, P
 from tailrace.transport.channels import decode_array
 from tailrace.transport.payloads.slabs import checked_bytes
 
-PROTOCOL = 11
+PROTOCOL = 12
 """Version of what both sides say; a hello of another one is refused."""
 
 TO_ALL = -1
@@ -54,6 +54,8 @@ class HelloCall(_Call, frozen=True, kw_only=True):
     """Of the client's run. A stand-alone generator serves one run at a time, each with the engine's first weights."""
     brings_weights: bool = False
     """Whether this run will send weights, under versions that begin at 0 again."""
+    seed: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    """Of the random streams of requests that bring none; None: they go on."""
 
 
 class LeaveCall(_Call, frozen=True, kw_only=True):

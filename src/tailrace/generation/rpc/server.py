@@ -254,6 +254,8 @@ class GeneratorServer:
         if self._stand_alone:
             await self._begin_run(call, self._stand_alone)
         await self._generator.ready()
+        if call.seed is not None:
+            self._generator.reseed(call.seed)
         self._clients.setdefault(client, _Client(call.epoch)).epoch = call.epoch
         self.used.set()
         if self._leaves_for:

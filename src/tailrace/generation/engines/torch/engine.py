@@ -195,6 +195,10 @@ class TorchEngine(Engine):
         return chunks
 
     @override
+    def reseed(self, seed: int) -> None:
+        self._seeds = np.random.default_rng(seed)
+
+    @override
     def prepare(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         return self._model.prepare(tensors)
 

@@ -213,13 +213,18 @@ def _options(source: ModelSource, model: ModelSettings, generator: GeneratorSett
         "max_model_len": min(capacity, _positions(source) or capacity),
         "tensor_parallel_size": generator.tensor_parallel,
         **({"distributed_executor_backend": "external_launcher"} if generator.lockstep else {}),
-        "seed": (generator.seed or 0) % 2**32,  # as NumPy wants it
+        "seed": as_numpy_seed(generator.seed or 0),
         **({"enable_return_routed_experts": True} if generator.return_routed_experts else {}),
         "skip_tokenizer_init": True,
         "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm",
         "disable_log_stats": True,
     }
+
+
+def as_numpy_seed(seed: int) -> int:
+    """vLLM seeds NumPy's global generator, too, which takes 32 bits."""
+    return seed % 2**32
 
 
 def _positions(source: ModelSource) -> int | None:

@@ -20,7 +20,7 @@ from tailrace.generation.engines.protocol import (
     FailureListener,
     SampledTokens,
 )
-from tailrace.generation.engines.vllm.core import WORKER_DIED, build_core
+from tailrace.generation.engines.vllm.core import WORKER_DIED, as_numpy_seed, build_core
 from tailrace.generation.engines.vllm.guiding import Guide
 from tailrace.generation.engines.vllm.nodes import Nodes
 from tailrace.generation.engines.vllm.progress import Progress
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreOutput
     from vllm.v1.engine.core_client import InprocClient
     from vllm.v1.metrics.stats import PrefillStats
+    from vllm.v1.worker.worker_base import WorkerBase
 
 _REASONS = {
     "STOP": FinishReason.STOP,
@@ -176,6 +177,11 @@ class VllmEngine(Engine):
         return chunks
 
     @override
+    def reseed(self, seed: int) -> None:
+        """On every worker: a step in flight has drawn its numbers."""
+        self._client.collective_rpc(_reseed, args=(as_numpy_seed(seed),))
+
+    @override
     def prepare(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         return self._weights.prepare(tensors)
 
@@ -311,3 +317,10 @@ class VllmEngine(Engine):
                 self._step_core()
         finally:
             self._core.resume_scheduler()
+
+
+def _reseed(worker: WorkerBase, seed: int) -> None:
+    """Runs on every worker."""
+    from vllm.utils.torch_utils import set_random_seed
+
+    set_random_seed(seed)
