@@ -16,6 +16,7 @@ from tailrace.lifecycle.processes import STACKS_S
 from tailrace.records import RunStatus, TrainerEnded
 from tailrace.reporting.summary import read_summary
 from tailrace.run import watchdog
+from tailrace.transport.events import log
 from tests.run.runs import PATIENCE_S, RESUMED, environment, records, run_inline
 from tests.support.event_files import read_events
 
@@ -96,6 +97,26 @@ async def test_a_run_that_stands_still_ends_though_its_disk_takes_no_stacks(
     monkeypatch.setattr(watchdog, "_WRITES_S", STACKS_S + 0.5)
     async with asyncio.timeout(PATIENCE_S / 2):
         summary = await run_inline(tmp_path, *environment("waiting"), "--observability.watchdog_s", "2")
+    works_again.set()
+    assert summary.status is RunStatus.FAILED
+    assert "(observability.watchdog_s)" in summary.reason
+
+
+async def test_a_run_that_stands_still_ends_though_the_disk_under_its_event_log_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    works_again, written = threading.Event(), os.write
+
+    def write_on_a_bad_disk(file: int, content: bytes) -> int:
+        if content.startswith(b'{"type":"StepTrained"'):
+            works_again.wait(2 * PATIENCE_S)
+        return written(file, content)
+
+    monkeypatch.setattr(os, "write", write_on_a_bad_disk)
+    monkeypatch.setattr(log, "_HANGS_S", 0.5)
+    brief = ("--shutdown.grace_s", "1", "--shutdown.last_save_s", "1")
+    async with asyncio.timeout(PATIENCE_S):
+        summary = await run_inline(tmp_path, "--max_steps", "6", "--observability.watchdog_s", "2", *brief)
     works_again.set()
     assert summary.status is RunStatus.FAILED
     assert "(observability.watchdog_s)" in summary.reason

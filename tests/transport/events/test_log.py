@@ -17,8 +17,9 @@ from pathlib import Path
 import pytest
 
 from tailrace.errors import CorruptData, PeerGone, TransportError
-from tailrace.records import Event, RunStatus, StepTrained, TrainerEnded, TrainerStarted
+from tailrace.records import Event, RunStatus, StepTrained, StopRequested, TrainerEnded, TrainerStarted
 from tailrace.transport.channels import ipc_address
+from tailrace.transport.events import log as log_module
 from tailrace.transport.events.log import KEPT_OF_STEPS, EventLog, FileEventLog, MemoryEventLog
 from tailrace.transport.events.rpc import ConversingEventLogServer, EventLogClient, EventLogServer
 from tests.support.event_files import read_events
@@ -139,6 +140,42 @@ async def test_a_stuck_disk_holds_the_append_but_not_the_loop(tmp_path: Path, mo
     await behind_it
     await log.close()
     assert await collect(log) == read_events(tmp_path / "events.jsonl") == [trained(1), trained(2)]
+
+
+async def test_a_disk_that_hangs_keeps_the_end_of_a_run_from_nobody_nor_the_log_from_closing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_writing, may_write, write = threading.Event(), threading.Event(), os.write
+
+    def stuck(file: int, line: bytes) -> int:
+        is_writing.set()
+        may_write.wait()
+        return write(file, line)
+
+    monkeypatch.setattr(os, "write", stuck)
+    monkeypatch.setattr(log_module, "_HANGS_S", 0.05)
+    log = FileEventLog(tmp_path / "events.jsonl", EPOCH)
+    following = asyncio.create_task(collect(log))
+    hangs = asyncio.create_task(log.append(trained(1)))
+    await asyncio.to_thread(is_writing.wait)
+    stop = StopRequested(epoch=EPOCH, role="orchestrator", status=RunStatus.FAILED, reason="nothing moved")
+    ended = TrainerEnded(epoch=EPOCH, status=RunStatus.FAILED, step=0, reason="nothing moved")
+    async with asyncio.timeout(60):
+        await log.append(stop)
+        await log.append(ended)
+        await log.close()
+        with pytest.raises(TransportError, match=r"cannot append to the event log .*: its disk hangs"):
+            await hangs
+        assert await following == [stop, ended]
+    may_write.set()
+    await asyncio.to_thread(_thread_ended, "tailrace-events")
+    assert read_events(tmp_path / "events.jsonl") == [trained(1), stop, ended]
+
+
+def _thread_ended(name: str) -> None:
+    for thread in threading.enumerate():
+        if thread.name.startswith(name):
+            thread.join(60)
 
 
 @pytest.mark.parametrize("call", ["fstat", "write", "ftruncate"])

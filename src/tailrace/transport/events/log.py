@@ -62,6 +62,8 @@ class EventLog(Protocol):
 
 
 _READ_BACK_BYTES = 1 << 16
+_HANGS_S = 5.0
+"""How long the end of a run, or of its log, waits for a disk."""
 
 _OfSteps: TypeAlias = ModelStateDictPublished | StepTrained | StepSkipped | CheckpointWritten
 """They come for as long as a run lasts. All others are few, and say how it stands."""
@@ -109,6 +111,7 @@ class MemoryEventLog(EventLog):
         self.epoch = epoch
         """Events of others are refused."""
         self.closed = False
+        self._takes_more = True
         self.has_ended = False
         """Whether the terminal record is there."""
         self.stop: StopRequested | None = None
@@ -119,6 +122,9 @@ class MemoryEventLog(EventLog):
     @override
     async def append(self, event: Event) -> None:
         self._require_acceptable(event)
+        self._tell(event)
+
+    def _tell(self, event: Event) -> None:
         self._history.append(event)
         self.has_ended = self.has_ended or isinstance(event, TrainerEnded)
         if self.stop is None and isinstance(event, StopRequested):
@@ -136,11 +142,11 @@ class MemoryEventLog(EventLog):
 
     @override
     async def close(self) -> None:
-        self.closed = True
+        self._takes_more, self.closed = False, True
         self._changed.set()
 
     def _require_acceptable(self, event: Event) -> None:
-        if self.closed:
+        if not self._takes_more:
             raise TransportError(f"the event log is closed and takes no {type(event).__name__}")
         if event.epoch != self.epoch:
             raise TransportError(
@@ -153,8 +159,9 @@ class FileEventLog(MemoryEventLog):
 
     The thread is its own: tools and agents of users may fill those of the event loop for minutes.
 
-    One process owns it (the orchestrator). Lines that an earlier start of the run left are kept and not read: they are
-    of another epoch, and a damaged one must not stop a resumed run. A last line torn by a crash is cut off.
+    One process owns it (the orchestrator), and makes it on a running event loop. Lines that an earlier start of the run
+    left are kept and not read: they are of another epoch, and a damaged one must not stop a resumed run. A last line
+    torn by a crash is cut off.
     """
 
     def __init__(self, path: Path, epoch: str) -> None:
@@ -162,36 +169,54 @@ class FileEventLog(MemoryEventLog):
         self._path = path
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         _cut_torn_line(self._file)
-        self._writing = asyncio.Lock()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tailrace-events")
+        self._closing: asyncio.Future[None] | None = None
+        self._given_up: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """What is not written once this is done will not be waited for."""
 
     @override
     async def append(self, event: Event) -> None:
         """The line is in the file before any follower sees the event, cancelled or not.
 
-        On a disk that takes none, what ends the run is told all the same: everybody waits for it.
+        On a disk that takes none, or hangs, what ends the run is told all the same: everybody waits for it.
         """
         await asyncio.shield(asyncio.ensure_future(self._write_and_tell(event)))
 
     @override
     async def close(self) -> None:
-        async with self._writing:
-            if not self.closed:
-                os.close(self._file)
-                self._thread.shutdown(wait=False)
-            await super().close()
+        """What is being written is told first, unless the disk hangs: then its append fails."""
+        self._takes_more = False
+        if self._closing is None:
+            self._closing = asyncio.get_running_loop().run_in_executor(self._thread, os.close, self._file)
+            self._thread.shutdown(wait=False)
+        await asyncio.wait({self._closing}, timeout=_HANGS_S)
+        if not self._given_up.done():
+            self._given_up.set_result(None)
+        await super().close()
+        if self._closing.done():
+            self._closing.result()
 
     async def _write_and_tell(self, event: Event) -> None:
-        async with self._writing:
-            self._require_acceptable(event)
-            line = msgspec.json.encode(event) + b"\n"
-            try:
-                await asyncio.get_running_loop().run_in_executor(self._thread, self._write, line)
-            except TransportError as error:
-                if not isinstance(event, StopRequested | TrainerEnded):
-                    raise
-                _logger.error("%s, which lacks the end of the run: %s", error, event)
-            await super().append(event)
+        """The one thread keeps the order of events, in the file and as they are told."""
+        self._require_acceptable(event)
+        line = msgspec.json.encode(event) + b"\n"
+        writing = asyncio.get_running_loop().run_in_executor(self._thread, self._write, line)
+        is_end = isinstance(event, StopRequested | TrainerEnded)
+        try:
+            await self._written(writing, _HANGS_S if is_end else None)
+        except TransportError as error:
+            if not is_end:
+                raise
+            _logger.error("%s, which lacks the end of the run: %s", error, event)
+        self._tell(event)
+
+    async def _written(self, writing: asyncio.Future[None], within_s: float | None) -> None:
+        """Wait for it, until the log is given up at most. Raises `TransportError`."""
+        either = {writing, self._given_up}
+        await asyncio.wait(either, timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
+        if not writing.done():
+            raise TransportError(f"cannot append to the event log {self._path}: its disk hangs")
+        writing.result()
 
     def _write(self, line: bytes) -> None:
         try:

@@ -159,7 +159,7 @@ class ConversingEventLogServer:
         await asyncio.gather(*(channel.close() for channel in self._channels))
 
     def _on_request(self, client: int, message: bytes) -> None:
-        """Appends are taken in the order in which they came: the log's own lock has a queue."""
+        """Appends are taken in the order in which they came: the log keeps it."""
         request: _Request = decode(message, _Request)  # type: ignore[arg-type]
         if isinstance(request, AppendEvent):
             task = asyncio.create_task(self._append(client, request), name="append to the event log")
