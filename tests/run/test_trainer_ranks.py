@@ -6,6 +6,7 @@ import asyncio
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ from typing import Any, TypeAlias
 import pytest
 
 from tailrace.cli import main
+from tailrace.errors import SettingsError
 from tailrace.free_ports import free_port
 from tailrace.lifecycle.early_signals import EXIT_CODES
 from tailrace.lifecycle.roles import RoleSpec
@@ -220,6 +222,16 @@ def test_steps_of_slurm_on_one_node_meet_at_ports_of_their_own() -> None:
     }
     assert all(len(of_step) == 1 for of_step in ports.values())
     assert len(set.union(*ports.values())) == len(ports)
+    assert max(set.union(*ports.values())) < 20_000 <= free_port()  # a role may have taken any of those
+
+
+def test_a_port_that_another_has_is_told_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    with socket.create_server(("", 0)) as other:
+        port = other.getsockname()[1]
+        expected = rf"cannot use port {port} of 127.0.0.1, .*: export another MASTER_PORT, .*\(.*in use.*\)$"
+        with pytest.raises(SettingsError, match=expected):
+            LaunchedRanks(Rank(number=0, size=2, host="127.0.0.1", port=port))
 
 
 TAKING_A_ROLE = """

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 _MEETING = "trainer-ranks"
 _ORPHAN_GRACE_S = 5.0
-_SLURM_PORTS = range(20_000, 30_000)
-"""Below those that systems give to whoever asks for any."""
+_SLURM_PORTS = range(10_000, 20_000)
+"""Below those that roles choose from (`free_ports`), and that systems give to whoever asks for any."""
 _SLURM_STEP = ("SLURM_JOB_ID", "SLURM_STEP_ID")
 
 
@@ -72,7 +72,15 @@ class LaunchedRanks:
     """Tells the processes of all other ranks what to be. They may ask for as long as this lives."""
 
     def __init__(self, rank: Rank) -> None:
-        self._store = _launchers_store(rank)
+        """Raises `SettingsError` where the others cannot find it."""
+        try:
+            self._store = _launchers_store(rank)
+        except RuntimeError as error:
+            raise SettingsError(
+                f"process 0 of {rank.size} cannot use port {rank.port} of {rank.host}, where the others look for it: "
+                "export another MASTER_PORT, each step a free one of its own, or none under srun "
+                f"({str(error).splitlines()[0]})"
+            ) from error
 
     def give_roles(self, specs: Sequence[RoleSpec]) -> None:
         """To each the role that is its rank's by name."""
@@ -112,7 +120,7 @@ def _slurm_port(environment: Mapping[str, str]) -> int:
     """Of one step of one job, whose processes all know it: others may run on the same node.
 
     >>> _slurm_port({"SLURM_JOB_ID": "4711", "SLURM_STEP_ID": "0"}), _slurm_port({"SLURM_JOB_ID": "4712"})
-    (26967, 27064)
+    (16967, 17064)
     """
     job, step = (int(environment.get(name, "0")) for name in _SLURM_STEP)
     return _SLURM_PORTS[(97 * job + step) % len(_SLURM_PORTS)]
