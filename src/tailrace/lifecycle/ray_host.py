@@ -84,9 +84,13 @@ class RoleHost:
         """As `RoleHandle.stop`."""
         await self._handle.stop()
 
-    async def kill(self) -> None:
-        """As `RoleHandle.kill`."""
-        await self._handle.kill()
+    async def kill(self) -> str:
+        """As `RoleHandle.kill`; what that raises, for people, or nothing."""
+        try:
+            await self._handle.kill()
+        except LifecycleError as error:
+            return str(error)
+        return ""
 
     async def write_stacks(self) -> None:
         """As `RoleHandle.write_stacks`."""

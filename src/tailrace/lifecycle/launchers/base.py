@@ -76,6 +76,15 @@ class RoleHandle(ABC):
         """The error to raise when it left before it was asked to."""
         return LifecycleError(f"the {self.spec.name} left early, {describe_exit(self.status or 0)}")
 
+    @property
+    def _gone_within_s(self) -> float:
+        """How long it may take to be known to be gone once it was killed."""
+        return KILLED_WITHIN_S
+
+    def _not_gone(self) -> LifecycleError:
+        """The error to raise when it is not."""
+        return LifecycleError(f"the {self.spec.name} ({self.pid}) cannot be killed: the system holds it")
+
     # --- what its launcher calls -------------------------------------------------------------------------------------
 
     def _was_ready(self, address: str) -> None:
@@ -140,9 +149,9 @@ class RoleHandle(ABC):
         self.is_stopping = True
         if self.is_running:
             self._kill()
-            self._is_held = not await self._leaves(0.0 if self._is_held else KILLED_WITHIN_S)
+            self._is_held = not await self._leaves(0.0 if self._is_held else self._gone_within_s)
             if self._is_held:
-                raise LifecycleError(f"the {self.spec.name} ({self.pid}) cannot be killed: the system holds it")
+                raise self._not_gone()
 
     async def restart(self) -> None:
         """Start it again, under an address of its own, after killing what is left of it. Raises `LifecycleError`."""

@@ -24,7 +24,7 @@ from tailrace.errors import ClusterFull, LifecycleError, SettingsError
 from tailrace.free_ports import free_port
 from tailrace.lifecycle.event_loop import first_done
 from tailrace.lifecycle.exit_codes import ExitCode
-from tailrace.lifecycle.launchers.base import Launcher, RoleHandle
+from tailrace.lifecycle.launchers.base import KILLED_WITHIN_S, Launcher, RoleHandle
 from tailrace.lifecycle.node_weights import WeightsOfNodes
 from tailrace.lifecycle.ray_cluster import RayCluster
 from tailrace.lifecycle.ray_host import HostOrder
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
 _KILL_S = 3.0
-"""How long an actor may take to kill its role, before it is taken for lost."""
+"""How long an actor may take to answer where its role is to be killed, before it is taken for lost."""
 _UNKNOWN_S = 15.0
 """How long Ray may take to find out what has become of an actor that does not answer."""
 _LOOK_S, _HEAD_LOST_S = 2.0, 15.0
@@ -48,7 +48,7 @@ class RayHandle(RoleHandle):
 
     @override
     def _begin(self, role: Role) -> None:
-        self._why = ""
+        self._why = self._held = ""
         self._hosts: Sequence[ActorHandle] = ()
         self._living = self._launcher.own(self._live(role), f"host of the {self.spec.name}")
 
@@ -75,13 +75,24 @@ class RayHandle(RoleHandle):
     def early_exit(self) -> LifecycleError:
         return LifecycleError(self._why) if self._why else super().early_exit()
 
+    @property
+    @override
+    def _gone_within_s(self) -> float:
+        return super()._gone_within_s + 2 * _KILL_S  # the actor waits for so long, and is asked before
+
+    @override
+    def _not_gone(self) -> LifecycleError:
+        return LifecycleError(self._held or f"the {self.spec.name} was killed, and its actor does not say that it left")
+
     async def _live(self, role: Role) -> None:
         """From its start to its end, on all its nodes."""
         hosts: list[ActorHandle] = []
         try:
             status, why = await self._first_end(role, hosts)
             if len(hosts) > 1:
-                await _killed(hosts)
+                self._held = await _held_after_kill(hosts)
+            if self._held:
+                await asyncio.gather(*(host.left.remote() for host in hosts), return_exceptions=True)
         finally:
             for host in hosts:
                 self._launcher.end_actor(host)
@@ -115,11 +126,13 @@ class RayHandle(RoleHandle):
         return left
 
     async def _kill_hosts(self, life: int, hosts: Sequence[ActorHandle]) -> None:
-        """End this life at once, or what is left of its actors, where one does not answer."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_KILL_S):
-                await _killed(hosts)
-                await asyncio.wait({self._left})
+        """End this life at once, or what is left of its actors, where one does not answer. What the system holds lives
+        on, and leaves when it is let go.
+        """
+        self._held = await _held_after_kill(hosts)
+        if self._held:
+            return
+        await asyncio.wait({self._left}, timeout=_KILL_S)
         for host in hosts:
             self._launcher.end_actor(host)
         self._end(life, -signal.SIGKILL, f"the {self.spec.name} was killed with its actor, which did not answer")
@@ -262,11 +275,23 @@ class RayLauncher(Launcher):
             await asyncio.sleep(_LOOK_S)
 
 
-async def _killed(hosts: Sequence[ActorHandle]) -> None:
-    """Nothing is left of what these started, as far as they can say so."""
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(_KILL_S):
-            await asyncio.gather(*(host.kill.remote() for host in hosts), return_exceptions=True)
+async def _held_after_kill(hosts: Sequence[ActorHandle]) -> str:
+    """What these started is killed: empty where nothing is left of it, as far as they can say so; else what is."""
+    return next(filter(None, await asyncio.gather(*map(_held_on, hosts))), "")
+
+
+async def _held_on(host: ActorHandle) -> str:
+    """Of one, which has as long as the system may take, if it answers at all."""
+    from ray.exceptions import RayError
+
+    killed = host.kill.remote()
+    with contextlib.suppress(TimeoutError, RayError):
+        async with asyncio.timeout(_KILL_S) as deadline:
+            await host.__ray_ready__.remote()
+            deadline.reschedule(asyncio.get_running_loop().time() + KILLED_WITHIN_S + _KILL_S)
+            held: str = await killed
+            return held
+    return ""
 
 
 async def _known(hosts: Sequence[ActorHandle]) -> None:
