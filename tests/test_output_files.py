@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -20,6 +21,21 @@ def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatc
     replace_durably(path, b"new")
     assert synced == [(path.stat().st_ino, "old"), (tmp_path.stat().st_ino, "new")]
     assert [*tmp_path.iterdir()] == [path]
+
+
+def test_a_file_that_cannot_be_written_is_the_old_one_and_nothing_else_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "file"
+    path.write_text("old")
+
+    def full(file: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left on device"):
+        replace_durably(path, b"new")
+    assert ([*tmp_path.iterdir()], path.read_text()) == ([path], "old")
 
 
 def test_what_can_be_written_is_left_as_it_is(tmp_path: Path) -> None:

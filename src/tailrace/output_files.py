@@ -8,7 +8,7 @@ import os
 import stat
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tailrace.errors import DataError, SettingsError
@@ -16,13 +16,23 @@ from tailrace.errors import DataError, SettingsError
 
 def replace_durably(path: Path, content: bytes) -> None:
     """Whatever interrupts this, a loss of power too, the file is the old one or the new one. Raises `OSError`."""
-    part = path.with_name(f"{path.name}.part")
-    with part.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)
+    part = part_of(path)
+    try:
+        with part.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+    except OSError:
+        with suppress(OSError):
+            part.unlink()
+        raise
     sync(path.parent)
+
+
+def part_of(path: Path) -> Path:
+    """Where `replace_durably` writes the new one, which is left there by a process that is killed meanwhile."""
+    return path.with_name(f"{path.name}.part")
 
 
 def sync(path: Path) -> None:

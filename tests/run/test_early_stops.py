@@ -133,11 +133,12 @@ def test_so_is_that_of_a_run_after_which_a_start_was_refused(tmp_path: Path) -> 
     assert [path.name for path in paths.superseded.iterdir()] == ["start_1"]
 
 
-def test_a_tokenizer_alone_is_what_a_refused_start_left(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["tokenizer", "config.toml.part", "recipe.toml.part"])
+def test_one_file_alone_is_what_a_start_left_that_was_refused_or_killed(tmp_path: Path, name: str) -> None:
     settings = tiny_settings("--max_steps", "1")
-    (tmp_path / settings.name / "tokenizer").mkdir(parents=True)
+    (tmp_path / settings.name / name).mkdir(parents=True)
     with open_run_folder(settings, tmp_path) as paths:
-        assert (paths.superseded / "start_1" / "tokenizer").is_dir()
+        assert (paths.superseded / "start_1" / name).is_dir()
 
 
 def test_a_folder_with_anything_else_in_it_is_left_alone(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from tailrace.config import (
 )
 from tailrace.errors import DataError, SettingsError
 from tailrace.guards import guarded
-from tailrace.output_files import replace_durably
+from tailrace.output_files import part_of, replace_durably
 from tailrace.reporting.sinks import step_of_path
 from tailrace.reporting.tokens.files import files_in
 from tailrace.run.ownership import OWNER_FILE, Ownership, own_folder
@@ -171,7 +171,8 @@ def _is_before_first_step(paths: RunPaths) -> bool:
 
 def _left_by_starts(paths: RunPaths) -> set[Path]:
     """What may be in the folder once a start was refused before its settings were written."""
-    return {paths.root / OWNER_FILE, paths.superseded, paths.tokenizer}
+    parts = map(part_of, (paths.settings, paths.recipe))
+    return {paths.root / OWNER_FILE, paths.superseded, paths.tokenizer, *parts}
 
 
 def _set_aside(paths: RunPaths) -> None:
