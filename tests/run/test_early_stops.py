@@ -15,6 +15,7 @@ import pytest
 
 from tailrace.errors import DataError
 from tailrace.run.folder import open_run_folder, record_settings
+from tests.lifecycle.test_resources import DIES_WITH_RESOURCES
 from tests.run.runs import IMPORTS, PATIENCE_S, TINY, command, environment, run_inline, tiny_settings
 from tests.support.descendants import still_run
 
@@ -131,6 +132,19 @@ def test_so_is_that_of_a_run_after_which_a_start_was_refused(tmp_path: Path) -> 
         with open_run_folder(settings, tmp_path):
             pass
     assert [path.name for path in paths.superseded.iterdir()] == ["start_1"]
+
+
+def test_weights_payloads_and_batches_of_a_run_that_was_killed_are_not_kept(tmp_path: Path) -> None:
+    settings = tiny_settings("--max_steps", "1")
+    with open_run_folder(settings, tmp_path) as paths:
+        record_settings(settings, paths, None)
+    subprocess.run([sys.executable, "-c", DIES_WITH_RESOURCES, str(paths.root)], check=False, stdout=subprocess.DEVNULL)
+    assert [*paths.root.glob("*/batch")]
+    paths.batches.mkdir()
+    with open_run_folder(settings, tmp_path):
+        kept = {path.name for path in (paths.superseded / "start_1").iterdir()}
+        assert kept == {"config.toml"}
+        assert {path.name for path in paths.root.iterdir()} == {"owner.json", "superseded"}
 
 
 @pytest.mark.parametrize("name", ["tokenizer", "config.toml.part", "recipe.toml.part"])

@@ -25,6 +25,7 @@ from tailrace.config import (
 )
 from tailrace.errors import DataError, SettingsError
 from tailrace.guards import guarded
+from tailrace.lifecycle.resources import remove_leftovers
 from tailrace.output_files import part_of, replace_durably
 from tailrace.reporting.sinks import step_of_path
 from tailrace.reporting.tokens.files import files_in
@@ -176,7 +177,11 @@ def _left_by_starts(paths: RunPaths) -> set[Path]:
 
 
 def _set_aside(paths: RunPaths) -> None:
-    """Move what such a run left to `superseded/`, where nothing is lost. Raises `DataError`."""
+    """Move what such a run left to `superseded/`. What was on its way between its processes, and lies here where a kill
+    left it, is of no use to anybody. Raises `DataError`.
+    """
+    remove_leftovers(paths.root)
+    shutil.rmtree(paths.batches, ignore_errors=True)
     left = [path for path in paths.root.iterdir() if path.name != OWNER_FILE and path != paths.superseded]
     if not left:
         return
