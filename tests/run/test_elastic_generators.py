@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 from collections.abc import Awaitable, Callable
 
 import pytest
@@ -127,7 +128,7 @@ def test_one_that_dies_twice_while_it_starts_is_started_again_where_another_serv
     assert (fleet.generators.joins, fleet.generators.losses) == (2, 0)
 
 
-def test_one_whose_process_cannot_be_killed_is_given_up_and_the_run_goes_on() -> None:
+def test_one_whose_process_cannot_be_killed_is_given_up_and_the_run_goes_on(caplog: pytest.LogCaptureFixture) -> None:
     async def script(fleet: ElasticFleet, simulation: Simulation) -> None:
         while len(fleet.serving) < 2:  # noqa: ASYNC110 - what is waited for has no event
             await asyncio.sleep(1)
@@ -137,6 +138,7 @@ def test_one_whose_process_cannot_be_killed_is_given_up_and_the_run_goes_on() ->
     simulation, fleet = play(script)
     require_nothing_lost(simulation, fleet)
     assert fleet.generators.pool.standing("generator-1") is Standing.GIVEN_UP
+    assert re.search("left: .*generator-1 died; the generator-1 cannot be killed", caplog.text)
     assert (fleet.generators.joins, fleet.generators.losses) == (2, 1)
 
 

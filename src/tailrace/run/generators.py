@@ -338,7 +338,7 @@ class Generators:
         try:
             ended = await source.end(client, failure)
         except LifecycleError as error:
-            ended = EndedReplica(error, by_itself=False, is_held=True)
+            ended = EndedReplica(LifecycleError(f"{failure}; {error}"), by_itself=False, is_held=True)
         else:
             if isinstance(failure, ReplicaReleased):
                 ended = EndedReplica(failure, by_itself=False)

@@ -129,6 +129,10 @@ class RemoteHandle(RoleHandle):
     def early_exit(self) -> LifecycleError:
         return LifecycleError(self._why) if self._why else super().early_exit()
 
+    @override
+    def _not_gone(self) -> LifecycleError:
+        return LifecycleError(f"the {self.spec.name} was killed, and its machine does not say that it left")
+
     async def _keep(self, place: RedisPlace) -> None:
         """Gives the notice again and again until a machine took it, then signs of life; waits for the machine's."""
         with contextlib.closing(place.connect()) as connection:
