@@ -85,7 +85,7 @@ class BranchingRunner(ScriptedRunner):
         rollout = await super().run(task, group_id=group_id, rollout_id=rollout_id, attempt=attempt)
         versions = [int(one) for one in rollout.branches[0].policy_versions if one >= 0]
         for _ in range(number % 7 // 5):
-            more = make_rollout(task, group_id, rollout_id, reward=0.0, versions=versions)
+            more = make_rollout(task, group_id, rollout_id, reward=0.0, tokens=0, versions=versions)
             rollout.branches += more.branches
         return rollout
 

@@ -17,6 +17,9 @@ from tailrace.records import (
     ConsumerJoined,
     FeedReport,
     FeedSample,
+    GroupId,
+    Rollout,
+    RolloutId,
     RunStatus,
     SampleId,
     SamplesDropped,
@@ -24,6 +27,7 @@ from tailrace.records import (
     SamplesWanted,
     StepDone,
     StopRequested,
+    Task,
     TerminalState,
     TrainerEnded,
     TrainingBegan,
@@ -395,6 +399,51 @@ def test_too_old_samples_of_a_lost_consumer_are_filtered() -> None:
             again = {one.sample_id for one in await hand.pull_all()}
             assert [one.sample_id in again for one in lost] == [True, False, False, False]
             assert hand.world.scheduler.ledger.reasons(TerminalState.FILTERED)["stale"] > 0
+
+    run_in_virtual_time(main())
+
+
+@pytest.mark.parametrize(
+    ("group_release", "silent"), [("together", range(4)), ("early", [11])], ids=["groups", "parts"]
+)
+def test_what_sampled_no_token_is_filtered_and_the_run_comes_to_its_end(
+    group_release: str, silent: Sequence[int]
+) -> None:
+    async def main() -> None:
+        rewards = [0.0, 1.0]
+        runner = BranchingRunner(
+            lambda number: rewards[number % 2],
+            lambda number: 1,
+            pause_s=1.0,
+            is_silent=lambda number: number % 12 in silent,
+        )
+        world = FeedWorld(runner, epochs=1, advantage="mean", group_release=group_release)
+        ended = await together(world, Consumer(world, steps=1000, batch_samples=8))
+        assert ended.status is RunStatus.FINISHED
+        assert world.scheduler.ledger.reasons(TerminalState.FILTERED) == {"nothing_sampled": 4 * len(silent)}
+
+    run_in_virtual_time(main())
+
+
+def test_demonstrations_alone_are_handed_over() -> None:
+    async def main() -> None:
+        hand = Hand()
+        play = hand.world.runner.run
+
+        async def demonstrate(task: Task, *, group_id: GroupId, rollout_id: RolloutId, attempt: int) -> Rollout:
+            rollout = await play(task, group_id=group_id, rollout_id=rollout_id, attempt=attempt)
+            for branch in rollout.branches:
+                branch.set_column("cross_entropy_weights", [1.0], start=branch.num_tokens - 1)
+            return rollout
+
+        hand.world.runner.is_silent = lambda number: True
+        hand.world.runner.run = demonstrate  # type: ignore[method-assign]
+        async with hand:
+            for step in (1, 2, 3):
+                samples = await hand.pull(4)
+                assert [one.sample.loss_versions() for one in samples] == [{}] * 4
+                await hand.train(step, samples)
+            assert hand.trained > 4
 
     run_in_virtual_time(main())
 

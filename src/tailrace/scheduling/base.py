@@ -272,6 +272,10 @@ class Scheduler(ABC):
                 if stop := self._stale.stale_action(self._tasks.restarts(group.key)):
                     group.stop_running(stop)
 
+    async def _review_ready(self) -> None:
+        """Take out what waits for the trainer and has nothing that it may train on."""
+        await in_turns(self._judge.review(self._outstanding, self._progress.trainer_version))
+
     def _release_expiring(self, oldest: int) -> None:
         """Under early release finished rollouts go on while their group's tokens of `oldest` may still bear loss."""
         if self._settings.group_release == "early":

@@ -9,15 +9,11 @@ from __future__ import annotations
 from collections.abc import Generator
 
 from tailrace.batching import FormedBatch, Packing, SampledGroup, form_batch
-from tailrace.scheduling.judging import Judge
+from tailrace.scheduling.judging import SAMPLED_AT_ONCE, Judge
 from tailrace.scheduling.ledger import UntrainableStreak
 from tailrace.scheduling.outstanding import Outstanding
 from tailrace.scheduling.settings import SchedulingSettings
-from tailrace.scheduling.staleness import StalePolicy
 from tailrace.scheduling.tasks import TaskStream
-
-SAMPLED_AT_ONCE = 32
-"""Rollouts in one slice."""
 
 
 class BatchFormer:
@@ -28,7 +24,6 @@ class BatchFormer:
         tasks: TaskStream,
         outstanding: Outstanding,
         judge: Judge,
-        stale: StalePolicy,
         settings: SchedulingSettings,
         *,
         untrainable: UntrainableStreak,
@@ -37,33 +32,14 @@ class BatchFormer:
         """`num_ranks` are the trainer's."""
         self._packing = Packing(settings.row_tokens, num_ranks)
         self._tasks, self._outstanding, self._judge = tasks, outstanding, judge
-        self._stale, self._settings, self._untrainable = stale, settings, untrainable
-
-    def review(self, trainer_version: int) -> Generator[None, None, None]:
-        """Take out what is too old for a trainer of `trainer_version`, so that all that is ready helps to fill a batch.
-
-        Raises `TrainingError` when nothing else is ready for too long.
-        """
-        outstanding = self._outstanding
-        outstanding.allow(self._stale.oldest_allowed(trainer_version))
-        since_yield = 0
-        while outstanding.doubtful:
-            ready = outstanding.doubtful.popleft()
-            if self._judge.discards(ready, trainer_version):
-                outstanding.discard(ready)
-            else:
-                outstanding.keep(ready)
-            since_yield += len(ready.group.rollouts)
-            if since_yield >= SAMPLED_AT_ONCE:
-                since_yield = 0
-                yield
+        self._settings, self._untrainable = settings, untrainable
 
     def form(self, *, step: int, trainer_version: int) -> Generator[None, None, FormedBatch | None]:
         """The batch of `step`, for a trainer of at most `trainer_version`; None where nothing in it would bear loss.
 
         Raises `TrainingError` when that is so for too long.
         """
-        yield from self.review(trainer_version)
+        yield from self._judge.review(self._outstanding, trainer_version)
         sampled: list[SampledGroup] = []
         size = since_yield = 0
         while self._outstanding.ready and size < self._settings.batch_size:

@@ -202,6 +202,7 @@ class FeedScheduler(Scheduler):
     async def _feed(self) -> None:
         """Offer samples. Waits for credits and for groups; unblocked by both, and by the end of the tasks."""
         while not self._is_done():
+            await self._review_ready()
             if self._may_dispatch():
                 await self._dispatch()
                 continue

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+
 from tailrace.batching import SampledGroup, sample_group
 from tailrace.records import Outcome
 from tailrace.scheduling.ledger import Accounts, UntrainableStreak
-from tailrace.scheduling.outstanding import ReadyGroup
+from tailrace.scheduling.outstanding import Outstanding, ReadyGroup
 from tailrace.scheduling.staleness import RESTARTED, StalePolicy
 from tailrace.scheduling.tasks import TaskStream
 from tailrace.tracing.phases import phase
+
+SAMPLED_AT_ONCE = 32
+"""Rollouts in one slice."""
 
 
 class Judge:
@@ -30,9 +35,23 @@ class Judge:
         self._end_filtered(taken)
         return taken
 
-    def discards(self, ready: ReadyGroup, trainer_version: int) -> bool:
-        """Whether none of a group is trained on for such a trainer; it then ends as it does under `sample`."""
-        return self._discards(ready, self._sampled(ready, trainer_version))
+    def review(self, outstanding: Outstanding, trainer_version: int) -> Generator[None, None, None]:
+        """Take out that of which a trainer of at most this version trains on nothing: what stays is worth its place.
+
+        It ends as under `sample`. The caller awaits between slices. Raises `TrainingError` as `sample` does.
+        """
+        outstanding.allow(self._stale.oldest_allowed(trainer_version))
+        since_yield = 0
+        while outstanding.doubtful:
+            ready = outstanding.doubtful.popleft()
+            if self._discards(ready, self._sampled(ready, trainer_version)):
+                outstanding.discard(ready)
+            else:
+                outstanding.keep(ready)
+            since_yield += len(ready.group.rollouts)
+            if since_yield >= SAMPLED_AT_ONCE:
+                since_yield = 0
+                yield
 
     def _sampled(self, ready: ReadyGroup, trainer_version: int) -> SampledGroup:
         with phase("sample"):

@@ -66,7 +66,7 @@ class StreamScheduler(Scheduler):
         self._send, self._max_steps = send, max_steps
         self._stragglers = Stragglers(self._outstanding, holder, setup.settings)
         self._former = BatchFormer(
-            *(tasks, self._outstanding, self._judge, self._stale, setup.settings),
+            *(tasks, self._outstanding, self._judge, setup.settings),
             untrainable=self._untrainable,
             num_ranks=num_ranks,
         )
@@ -125,7 +125,7 @@ class StreamScheduler(Scheduler):
         """Send batches. Waits for groups and for the trainer; unblocked by both, and by the end of the tasks."""
         while not self._is_done():
             self._untrainable.require_taught()
-            await in_turns(self._former.review(self._progress.trainer_version))
+            await self._review_ready()
             if not self._may_form():
                 await self._outstanding.batches_wake.wait()
                 self._outstanding.batches_wake.clear()
