@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import re
+from collections import Counter
 from collections.abc import Callable
 
 import pytest
@@ -82,6 +83,84 @@ def test_after_a_pause_one_group_tries_and_all_others_once_it_came_back() -> Non
         assert {at_s: len(groups) for at_s, groups in tried.items() if 1.0 < at_s < 10.0} == {4.0: 1, 9.0: 1}
         assert len(tried[0.0]) == 8
         assert len(tried[10.0]) >= 5
+
+    run_in_virtual_time(run())
+
+
+def test_other_environments_have_the_slots_of_what_waits_until_it_may_be_tried_again() -> None:
+    async def run() -> None:
+        loop, done = asyncio.get_running_loop(), Counter[str]()
+        world = make_world(
+            spread, environments=("shop", "sums"), rows=500, group_size=8, max_running=32, max_staleness=8
+        )
+        play = world.runner.run
+
+        async def called(task: Task, *, group_id: GroupId, rollout_id: RolloutId, attempt: int) -> Rollout:
+            for _ in range(20 if task.environment == "shop" else 1):
+                if task.environment == "shop" and 60.0 <= loop.time() < 180.0:
+                    raise FAILURES["environment_failed"]("scripted")
+                await asyncio.sleep(1.0)
+            done[task.environment] += 1
+            return await play(task, group_id=group_id, rollout_id=rollout_id, attempt=attempt)
+
+        world.runner.run = called  # type: ignore[method-assign]
+        running = asyncio.create_task(world.run())
+        await asyncio.sleep(65.0)
+        assert world.scheduler.statistics.running >= 32
+        waited = done["sums"]
+        await asyncio.sleep(60.0)
+        assert done["sums"] - waited >= 60 * 30
+        await asyncio.sleep(120.0)
+        assert done["shop"] > 32
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+    run_in_virtual_time(run())
+
+
+@pytest.mark.parametrize("max_retries", [0, 1], ids=["a new group", "one with something to try again"])
+def test_rollouts_that_began_before_an_outage_keep_no_group_from_trying(max_retries: int) -> None:
+    """One of each group takes a quarter of an hour; its siblings have failed for the last time long before."""
+
+    async def run() -> None:
+        tried, longest = list[float](), range(0, 32, 4)
+
+        def fate(number: int) -> str | float:
+            tried.append(asyncio.get_running_loop().time())
+            return "environment_failed" if tried[-1] < 6.5 else spread(number)
+
+        world = make_world(
+            fate,
+            rows=64,
+            max_running=32,
+            max_staleness=8,
+            pauses=lambda number: 900 if number in longest else 1,
+            max_retries=max_retries,
+        )
+        world.runner.pause_s = 1.0
+        await world.run()
+        assert len([at_s for at_s in tried if 6.5 <= at_s < 60.0]) > 64
+
+    run_in_virtual_time(run())
+
+
+def test_groups_that_began_before_a_judge_was_away_keep_no_group_from_trying() -> None:
+    async def run() -> None:
+        world = make_world(
+            spread, rows=64, max_running=40, max_staleness=8, pauses=lambda number: 900 if number in (0, 37) else 1
+        )
+        world.runner.pause_s = 1.0
+        score, scored = world.runner.score, list[float]()
+
+        async def judged(group: Group) -> list[Group]:
+            if (now_s := asyncio.get_running_loop().time()) < 2.5:
+                raise ScoringFailed("the judge is away")
+            scored.append(now_s)
+            return await score(group)
+
+        world.runner.score = judged  # type: ignore[method-assign]
+        await world.run()
+        assert len([at_s for at_s in scored if at_s < 60.0]) > 16
 
     run_in_virtual_time(run())
 

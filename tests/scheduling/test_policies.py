@@ -22,7 +22,7 @@ from tailrace.records import (
     SamplingParams,
     TerminalState,
 )
-from tailrace.scheduling.outstanding import OpenGroup
+from tailrace.scheduling.outstanding import OpenGroup, Outstanding
 from tailrace.scheduling.settings import SchedulingSettings
 from tailrace.scheduling.stragglers import Stragglers
 from tailrace.scheduling.tasks import TaskKey, TaskStream
@@ -210,9 +210,11 @@ async def test_groups_that_are_resumed_while_others_are_being_set_aside_are_held
 
     running: list[Any] = [SimpleNamespace(is_running=True)]
     groups = [OpenGroup(GroupId(f"{number}"), TaskKey("any", 0, number), running, 0) for number in range(200)]
-    outstanding, holder = SimpleNamespace(groups=groups, running=200), Holder()
+    outstanding, holder = Outstanding(), Holder()
+    for group in groups:
+        outstanding.start(group)
     settings = SchedulingSettings(over_sampling=2.0, on_straggler="resume_next_step")
-    stragglers = Stragglers(outstanding, holder, settings)  # type: ignore[arg-type]
+    stragglers = Stragglers(outstanding, holder, settings)
     passing = asyncio.create_task(stragglers.pass_edge())
     while not holder.held:  # noqa: ASYNC110 - it tells nobody
         await asyncio.sleep(0)

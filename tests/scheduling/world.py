@@ -259,6 +259,7 @@ class World:
 def make_world(
     fate: Callable[[int], str | float],
     *,
+    environments: Sequence[str] = ("toy",),
     rows: int = 16,
     epochs: int | None = 1,
     group_size: int = 4,
@@ -277,7 +278,7 @@ def make_world(
     chosen = SchedulingSettings.model_validate({"batch_size": 2 * group_size, "row_tokens": 1024, **settings})
     runner, recorder = ScriptedRunner(fate, pauses), Recorder()
     batches: asyncio.Queue[PlannedBatch] = asyncio.Queue()
-    tasks = TaskStream([TaskSource(environment(rows=rows))], seed=0, max_epochs=epochs)
+    tasks = TaskStream([TaskSource(environment(name, rows=rows)) for name in environments], seed=0, max_epochs=epochs)
     states: dict[int, bytes] = {}
 
     async def save_state(step: int, state: bytes) -> None:
@@ -293,7 +294,7 @@ def make_world(
             settings=chosen,
             max_staleness=max_staleness,
             max_running=max_running,
-            group_sizes={"toy": group_size},
+            group_sizes=dict.fromkeys(environments, group_size),
             whole_groups=whole_groups,
             save_state=save_state,
         ),

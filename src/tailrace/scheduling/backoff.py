@@ -1,20 +1,25 @@
 """Environments that fail pause: an outage of what one calls costs some rollouts, not the run.
 
-    8 failures in a row ─► pause 1 s ─► one group probes ─┬─ something came back ─► on as before
-                             ▲                            └─ failed again ─► twice the pause, at most 30 s ─┐
-                             └────────────────────────────────────────────────────────────────────────────┘
+    8 failures in a row ─► pause 1 s ─► one group tries ─┬─ something came back ─► on as before
+                             ▲                           └─ failed again ─► twice the pause, at most 30 s ─┐
+                             └───────────────────────────────────────────────────────────────────────────┘
 
 Only failures that may pass count (`RolloutError.may_pass`): those of rollouts and those of groups' scores apart, since
-rollouts come back while a judge is away. Decides over plain numbers; the caller knows the time.
+rollouts come back while a judge is away. So each has a turn to try of its own, which one group has at a time: that of
+rollouts while attempts run that began with it, until something comes back, all of them have failed or the group ends;
+that of scores from the group's start to its end. What began before the outage has no turn, so nothing waits for it.
+
+Decides over plain numbers; the caller knows the time.
 """
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
 from typing import Final, Literal, TypeAlias
 
-from tailrace.records import GroupId
+from tailrace.records import GroupId, RolloutId
 
 FAILURES_IN_A_ROW: Final = 8
 """So many, and nothing that came back between them: then an environment pauses."""
@@ -37,6 +42,20 @@ class _Outage:
     """The newest pause; 0 while there was none."""
     ends_s: float = 0.0
     """When that one ends."""
+    trying: GroupId | None = None
+    """The group that has the turn to try whether the outage is over."""
+    attempts: set[RolloutId] = field(default_factory=set[RolloutId])
+    """Of it, those that began with the turn and have not failed."""
+
+    def give(self, group_id: GroupId, attempts: Collection[RolloutId]) -> None:
+        """These try, of the one group that does."""
+        self.trying = group_id
+        self.attempts.update(attempts)
+
+    def take_back(self) -> None:
+        """Any group may try next."""
+        self.trying = None
+        self.attempts.clear()
 
 
 class Backoff:
@@ -47,14 +66,12 @@ class Backoff:
     [1.0, 0.0]
     >>> backoff.failed("shop", "rollouts", now_s=1.0), backoff.pause_left_s("shop", now_s=1.5)
     (2.0, 1.5)
-    >>> backoff.came_back("shop", "rollouts", now_s=3.0); backoff.paused
-    []
+    >>> backoff.came_back("shop", "rollouts", now_s=3.0), backoff.paused
+    (True, [])
     """
 
     def __init__(self) -> None:
         self._outages: dict[tuple[str, Part], _Outage] = {}
-        self._trying: dict[str, GroupId] = {}
-        """Of environments that have paused: the group that tries whether they work again."""
 
     def failed(self, environment: str, part: Part, *, now_s: float) -> float:
         """One more failed. Returns the seconds of the pause that begins with it; 0 where none does."""
@@ -72,32 +89,64 @@ class Backoff:
         outage.ends_s = now_s + outage.pause_s
         return outage.pause_s
 
-    def came_back(self, environment: str, part: Part, *, now_s: float) -> None:
-        """One succeeded: the environment goes on as before."""
+    def came_back(self, environment: str, part: Part, *, now_s: float) -> bool:
+        """One succeeded: the environment goes on as before. Returns whether it had paused."""
         outage = self._outages.pop((environment, part), None)
-        if outage is not None and outage.pause_s:
-            _logger.warning("environment %r works again, after %.0f s", environment, now_s - outage.since_s)
-        if environment not in self.paused:
-            self._trying.pop(environment, None)
+        if outage is None or not outage.pause_s:
+            return False
+        _logger.warning("environment %r works again, after %.0f s", environment, now_s - outage.since_s)
+        return True
 
     def may_try(self, environment: str, group_id: GroupId, *, now_s: float) -> bool:
-        """Whether a group may try again what failed of it: after a pause one does, and goes on while it is open.
+        """Whether a group may try again what failed of it: after a pause one does, and goes on while its attempts run.
 
-        >>> backoff = Backoff()
+        >>> backoff, first, second = Backoff(), GroupId("a"), GroupId("b")
         >>> _ = [backoff.failed("shop", "rollouts", now_s=0.0) for _ in range(8)]
-        >>> [backoff.may_try("shop", GroupId(one), now_s=1.0) for one in ("a", "b")]
+        >>> backoff.try_again("shop", first, RolloutId("a.0.1"))
+        >>> [backoff.may_try("shop", one, now_s=1.0) for one in (first, second)]
         [True, False]
-        >>> backoff.group_ended("shop", GroupId("a")); backoff.may_try("shop", GroupId("b"), now_s=1.0)
-        True
+        >>> backoff.attempt_failed("shop", RolloutId("a.0.1")), backoff.may_try("shop", second, now_s=1.0)
+        (True, True)
         """
         if self.pause_left_s(environment, now_s=now_s):
             return False
-        return environment not in self.paused or self._trying.setdefault(environment, group_id) == group_id
+        outage = self._outages.get((environment, "rollouts"))
+        return outage is None or not outage.pause_s or outage.trying in (None, group_id)
 
-    def group_ended(self, environment: str, group_id: GroupId) -> None:
-        """Another one may try."""
-        if self._trying.get(environment) == group_id:
-            del self._trying[environment]
+    def may_start(self, environment: str, *, now_s: float) -> bool:
+        """Whether a new group may try, where none has anything to try again."""
+        return not self.pause_left_s(environment, now_s=now_s) and all(
+            outage.trying is None for outage in self._paused(environment)
+        )
+
+    def try_again(self, environment: str, group_id: GroupId, attempt: RolloutId) -> None:
+        """A group tries again what failed of it, as it may."""
+        outage = self._outages.get((environment, "rollouts"))
+        if outage is not None and outage.pause_s:
+            outage.give(group_id, [attempt])
+
+    def start(self, environment: str, group_id: GroupId, attempts: Collection[RolloutId]) -> None:
+        """A group starts, with these attempts: of an environment that has paused it is the one that tries."""
+        for outage in self._paused(environment):
+            outage.give(group_id, attempts)
+
+    def attempt_failed(self, environment: str, attempt: RolloutId) -> bool:
+        """One failed, whatever the reason. Returns whether another group may try now, or once the pause is over."""
+        outage = self._outages.get((environment, "rollouts"))
+        if outage is None or attempt not in outage.attempts:
+            return False
+        outage.attempts.remove(attempt)
+        if outage.attempts:
+            return False
+        outage.take_back()
+        return True
+
+    def group_ended(self, environment: str, group_id: GroupId) -> bool:
+        """A group did. Returns whether another one may try instead."""
+        tried = [outage for outage in self._paused(environment) if outage.trying == group_id]
+        for outage in tried:
+            outage.take_back()
+        return bool(tried)
 
     def pause_left_s(self, environment: str, *, now_s: float) -> float:
         """Seconds until the environment may be tried again."""
@@ -107,3 +156,6 @@ class Backoff:
     def paused(self) -> list[str]:
         """Environments that pause, or of which one group tries whether they work again."""
         return list(dict.fromkeys(name for (name, _), outage in self._outages.items() if outage.pause_s))
+
+    def _paused(self, environment: str) -> Iterator[_Outage]:
+        return (outage for (name, _), outage in self._outages.items() if name == environment and outage.pause_s)

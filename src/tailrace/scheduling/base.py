@@ -220,10 +220,8 @@ class Scheduler(ABC):
 
     def _failing(self) -> list[str]:
         """Environments of which nothing may start: they pause, or one group tries them."""
-        if not (paused := self._backoff.paused):
-            return []
-        now_s, tried = self._clock(), self._outstanding.open_groups
-        return [name for name in paused if tried[name] or self._backoff.pause_left_s(name, now_s=now_s)]
+        now_s, waiting, backoff = self._clock(), self._outstanding.waiting, self._backoff
+        return [name for name in backoff.paused if waiting[name] or not backoff.may_start(name, now_s=now_s)]
 
     async def _wait_for_room(self, verdict: Verdict) -> None:
         since = self._clock()
@@ -239,14 +237,16 @@ class Scheduler(ABC):
         self._groups_started += 1
         group_id = GroupId(f"{self._tasks.task_id(key)}#{self._id_prefix}{self._groups_started}")
         size = self._group_sizes[key.environment]
+        rollout_ids = [self._accounts.admit(RolloutId(f"{group_id}.{number}.0")) for number in range(size)]
         group = OpenGroup(
             group_id=group_id,
             key=key,
-            members=[Member(self._accounts.admit(RolloutId(f"{group_id}.{number}.0"))) for number in range(size)],
+            members=[Member(rollout_id) for rollout_id in rollout_ids],
             floor=self._progress.serving_version,
             release=EarlyRelease.of_group(self._settings, size),
         )
         self._outstanding.start(group)
+        self._backoff.start(key.environment, group_id, rollout_ids)
         group.playing = running.create_task(self._player.play(group), name=group_id)
         return size
 

@@ -87,8 +87,8 @@ class GroupPlayer:
         else:
             await self._score(group, Group(group.group_id, task, rollouts))
         self._outstanding.end(group)
-        self._backoff.group_ended(group.key.environment, group.group_id)
-        self._resumes.set()
+        if self._backoff.group_ended(group.key.environment, group.group_id):
+            self._resumes.set()
         if group.released:
             self._untrainable.reset()
         else:
@@ -113,12 +113,13 @@ class GroupPlayer:
         for attempt in itertools.count():
             if member.failures > self._settings.max_retries:
                 return
-            if attempt:
+            if attempt and not self._may_try(group):
                 await self._until_it_may_try(group)
             if group.stop is not None:
                 return
             if member.rollout_id is None:
                 member.rollout_id = self._accounts.admit(RolloutId(f"{group.group_id}.{number}.{attempt}"))
+                self._backoff.try_again(task.environment, group.group_id, member.rollout_id)
             member.rollout = await self._attempt(task, group, member, attempt)
             if member.rollout is not None:
                 self._finish(group, member, member.rollout)
@@ -127,12 +128,16 @@ class GroupPlayer:
 
     async def _until_it_may_try(self, group: OpenGroup) -> None:
         """Waits while the group's environment pauses, and then while another group tries whether it works again."""
-        environment = group.key.environment
-        while not self._backoff.may_try(environment, group.group_id, now_s=self._now_s()):
-            self._resumes.clear()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._backoff.pause_left_s(environment, now_s=self._now_s()) or None):
-                    await self._resumes.wait()
+        with self._outstanding.member_waits(group):
+            while not self._may_try(group):
+                pause_s = self._backoff.pause_left_s(group.key.environment, now_s=self._now_s())
+                self._resumes.clear()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(pause_s or None):
+                        await self._resumes.wait()
+
+    def _may_try(self, group: OpenGroup) -> bool:
+        return self._backoff.may_try(group.key.environment, group.group_id, now_s=self._now_s())
 
     def _finish(self, group: OpenGroup, member: Member, rollout: Rollout) -> None:
         self._observer.rollout_finished(rollout)
@@ -149,17 +154,22 @@ class GroupPlayer:
         try:
             rollout = await self._runner.run(task, group_id=group.group_id, rollout_id=rollout_id, attempt=attempt)
         except RolloutError as error:
-            self._accounts.lose(rollout_id, Outcome.failed(error.reason), str(error))
+            self._lose(task, rollout_id, error)
             member.failures += not error.is_blameless
             self._back_off(group, error, "rollouts")
             return None
         except RequestRefused as error:
-            self._accounts.lose(rollout_id, Outcome.failed(error.reason), str(error))
+            self._lose(task, rollout_id, error)
             member.failures += 1
             return None
         self._came_back(task.environment, "rollouts")
         self._untrainable.came_back()
         return rollout
+
+    def _lose(self, task: Task, rollout_id: RolloutId, error: RolloutError | RequestRefused) -> None:
+        self._accounts.lose(rollout_id, Outcome.failed(error.reason), str(error))
+        if self._backoff.attempt_failed(task.environment, rollout_id):
+            self._resumes.set()
 
     def _back_off(self, group: OpenGroup, error: RolloutError, part: Part) -> None:
         """A rollout or a group's score failed: where that may pass and goes on, its environment pauses.
@@ -176,8 +186,8 @@ class GroupPlayer:
                 asyncio.get_running_loop().call_later(pause_s, self._outstanding.wake)
 
     def _came_back(self, environment: str, part: Part) -> None:
-        self._backoff.came_back(environment, part, now_s=self._now_s())
-        self._resumes.set()
+        if self._backoff.came_back(environment, part, now_s=self._now_s()):
+            self._resumes.set()
         self._mistakes.came_back(environment, part)
 
     def _end_stopped(self, group: OpenGroup, reason: str) -> None:

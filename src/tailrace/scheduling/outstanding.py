@@ -11,6 +11,7 @@ Each change wakes the loops that wait for it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import heapq
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
@@ -65,6 +66,8 @@ class OpenGroup:
     """Rollouts that went on to be trained."""
     unfinished: int = 0
     """Members that have not ended."""
+    waiting: int = 0
+    """Of those, members that wait until they may be tried again."""
     parts: int = 1
     """Parts that wait for a batch, and one more until the group is over."""
     playing: asyncio.Task[None] | None = None
@@ -87,6 +90,11 @@ class OpenGroup:
     def is_running(self) -> bool:
         """Whether an agent may still run in one of its members."""
         return any(member.is_running for member in self.members)
+
+    @property
+    def num_running(self) -> int:
+        """Members whose agents run, and may have slots of the engines."""
+        return 0 if self.is_held else self.unfinished - self.waiting
 
     def stop_running(self, stop: Stop) -> None:
         """Cancel its attempts, where some run. `GroupPlayer.play` does the rest once they have ended."""
@@ -119,8 +127,8 @@ class Outstanding:
 
     def __init__(self) -> None:
         self.groups: dict[OpenGroup, None] = {}
-        self.open_groups = Counter[str]()
-        """Those that run or are scored, by environment."""
+        self.waiting = Counter[str]()
+        """Rollouts that wait until they may be tried again, by environment."""
         self.floors = Floors[OpenGroup]()
         """Of groups that run or are scored."""
         self.ready: list[tuple[int, int, ReadyGroup]] = []
@@ -134,7 +142,7 @@ class Outstanding:
         self._oldest_allowed = 0
         self._arrivals = 0
         self.running = 0
-        """Rollouts whose agents run."""
+        """Rollouts whose agents run: the sum of `num_running`."""
         self.untaken = 0
         """Rollouts of started groups that are in no batch."""
         self.admission_wake, self.batches_wake = asyncio.Event(), asyncio.Event()
@@ -147,16 +155,31 @@ class Outstanding:
     def start(self, group: OpenGroup) -> None:
         """A group starts."""
         self.groups[group] = None
-        self.open_groups[group.key.environment] += 1
         self.floors.add(group, group.floor)
         self.running += group.size
         self.untaken += group.size
 
     def member_ended(self, group: OpenGroup) -> None:
         """No agent runs in a member any more."""
+        self.running -= group.num_running
         group.unfinished -= 1
-        self.running -= not group.is_held
+        self.running += group.num_running
         self.wake()
+
+    @contextlib.contextmanager
+    def member_waits(self, group: OpenGroup) -> Iterator[None]:
+        """No agent runs in a member until it is tried again: other groups have its slot meanwhile."""
+        self._set_waiting(group, 1)
+        try:
+            yield
+        finally:
+            self._set_waiting(group, -1)
+
+    def hold(self, group: OpenGroup, is_held: bool) -> None:
+        """A group is set aside, or goes on."""
+        self.running -= group.num_running
+        group.is_held = is_held
+        self.running += group.num_running
 
     def push(self, group: OpenGroup, part: Group, size: int) -> None:
         """A part of a group, or all of it, waits for its batch; it counts for `size` rollouts."""
@@ -197,10 +220,16 @@ class Outstanding:
 
     def end(self, group: OpenGroup) -> None:
         """Nothing more of it will be released."""
-        self.open_groups[group.key.environment] -= 1
         self.floors.remove(group, group.floor)
         self.untaken -= group.size - group.released
         self._close_part(group)
+
+    def _set_waiting(self, group: OpenGroup, more: int) -> None:
+        self.running -= group.num_running
+        group.waiting += more
+        self.running += group.num_running
+        self.waiting[group.key.environment] += more
+        self.wake()
 
     def _pop(self) -> ReadyGroup:
         ready = heapq.heappop(self.ready)[2]

@@ -62,16 +62,14 @@ class Stragglers:
         elif self.are_held:
             stopped = [group for group in self._outstanding.groups if group.is_running and not group.is_held]
             for group in stopped:
-                group.is_held = True
+                self._outstanding.hold(group, True)
             self._groups += stopped
-            self._outstanding.running -= sum(group.unfinished for group in stopped)
             await self._hold(stopped)
 
     def resume(self) -> None:
         """Every group that was set aside goes on."""
-        self._outstanding.running += self.rollouts
         for group in self._groups:
-            group.is_held = False
+            self._outstanding.hold(group, False)
             assert self._holder is not None
             self._holder.release(group.group_id)
         self._groups.clear()
