@@ -57,6 +57,18 @@ def test_what_was_given_at_the_start_need_not_be_given_again(file: Path) -> None
     assert settings.environments[0].args == {"max_names": 3}
 
 
+def test_a_date_among_arguments_is_the_same_text_at_the_start_in_workers_and_in_a_resume(file: Path) -> None:
+    file.write_text(
+        FILE.replace("max_names = 5", "span = { since = 2026-01-31, at = [07:30:00, 2026-01-31T07:30:00Z] }")
+    )
+    start(file, "--environment.args.until", "2026-02-01")
+    args = {"span": {"since": "2026-01-31", "at": ["07:30:00", "2026-01-31T07:30:00+00:00"]}, "until": "2026-02-01"}
+    [environment] = load_settings(str(file), ["--resume"], file.parent).environments
+    [begun] = load_settings(str(file), ["--environment.args.until", "2026-02-01"]).environments
+    for settings in (environment, begun, type(begun).model_validate_json(begun.model_dump_json())):
+        assert settings.args == args
+
+
 def test_none_in_a_table_of_a_program_is_unset_for_a_resume_too(tmp_path: Path) -> None:
     given = {
         "model": {"name": "bundled:quickstart", "max_model_tokens": None},

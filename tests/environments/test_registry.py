@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Iterator
+from datetime import date
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,8 @@ from tailrace.errors import DataError, SettingsError
 from tests.support.scripted_policy import play
 
 OWN = """
+import datetime
+
 from tailrace.environments import EnvironmentSpec, Observation, Policy, Task
 
 async def agent(task: Task, policy: Policy, *, bonus: float = 0.0) -> float:
@@ -35,6 +38,9 @@ shout = EnvironmentSpec(name="shout", agent=agent, train_tasks=[{"word": str(i)}
 def factory(*, num_words: int, prefix: str = "w") -> EnvironmentSpec:
     rows = [{"word": f"{prefix}{i}"} for i in range(num_words)]
     return EnvironmentSpec(name="made", agent=agent, train_tasks=rows)
+
+def dated(*, since: datetime.date) -> EnvironmentSpec:
+    return EnvironmentSpec(name=f"{since!r}", agent=agent, train_tasks=[{"word": "a"}])
 
 def no_factory() -> int:
     return 3
@@ -102,6 +108,13 @@ async def test_a_bare_agent_plays_a_data_set(own: Callable[..., EnvironmentSetti
 async def test_a_bare_environment_class_plays_a_data_set(own: Callable[..., EnvironmentSettings]) -> None:
     spec = load_environment(own("Echo", data="rows.jsonl", args={"factor": 3}))
     assert (await play(spec, spec.train_task(0), ["a"])).reward == 3.0
+
+
+def test_a_date_is_what_the_factory_asks_for(own: Callable[..., EnvironmentSettings]) -> None:
+    since = date(2026, 1, 31)
+    assert load_environment(own("dated", args={"since": since})).name == f"{since!r}"
+    spec = load_environment(own("factory", args={"num_words": 3, "prefix": since}))
+    assert spec.train_tasks[0] == {"word": "2026-01-310"}
 
 
 def test_a_factory_gets_its_arguments(own: Callable[..., EnvironmentSettings]) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, Field
+import datetime
+
+from pydantic import BaseModel, Field, field_validator
 
 from tailrace.environments.judge import JudgeSettings
 from tailrace.records import Json
@@ -52,3 +54,22 @@ class EnvironmentSettings(BaseModel, extra="forbid", frozen=True):
         None, description="Columns and attributes to save with its rollouts; None: all that it reports."
     )
     temperature: float | None = Field(None, gt=0, description="Of training rollouts; None: the run's.")
+
+    @field_validator("args")
+    @classmethod
+    def _without_dates(cls, args: dict[str, Json]) -> dict[str, Json]:
+        """So that they are one thing here, in other processes and in a resume, which get them as JSON."""
+        return {name: _dates_as_text(value) for name, value in args.items()}
+
+
+def _dates_as_text(value: Json) -> Json:
+    """TOML has dates and times, JSON has none.
+
+    >>> _dates_as_text({"since": datetime.date(2026, 1, 31), "at": [datetime.time(12), 7]})
+    {'since': '2026-01-31', 'at': ['12:00:00', 7]}
+    """
+    if isinstance(value, datetime.date | datetime.time):
+        return value.isoformat()
+    if isinstance(value, dict):
+        return {name: _dates_as_text(entry) for name, entry in value.items()}
+    return [_dates_as_text(entry) for entry in value] if isinstance(value, list) else value
