@@ -45,6 +45,20 @@ def test_a_file_that_a_resume_wrote_anew_is_read_from_its_beginning(tmp_path: Pa
     assert (columns.values("a"), columns.generation) == ([1.5], 1)
 
 
+def test_another_file_under_the_same_inode_is_read_from_its_beginning(tmp_path: Path) -> None:
+    """As a file may get that is written where one was removed."""
+    path = tmp_path / "step_000001.jsonl"
+    path.write_bytes(b"old, one\nold, two\n")
+    tail = Tail(path)
+    assert (tail.start_over_if_replaced(), [*tail.lines()]) == (False, [b"old, one", b"old, two"])
+    with path.open("ab") as file:
+        file.write(b"old, three\n")
+    assert (tail.start_over_if_replaced(), [*tail.lines()]) == (False, [b"old, three"])
+    path.write_bytes(b"new, one\nnew, two\nnew, three\nnew, four\n")  # keeps the inode
+    assert (tail.start_over_if_replaced(), tail.generation) == (True, 1)
+    assert [*tail.lines()] == [b"new, one", b"new, two", b"new, three", b"new, four"]
+
+
 def test_lines_that_were_cut_short_or_are_nonsense_are_left_out(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step":1,"a":1.0,"b":null}\n{"step":2,"a"\nnull\n[1]\n\xff\n{"step":3,"c":3.0}\n{"st')

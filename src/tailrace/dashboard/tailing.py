@@ -8,6 +8,8 @@ from pathlib import Path
 
 _CHUNK_BYTES = 1 << 22
 _LONGEST_LINE_BYTES = 1 << 26
+_FIRST_BYTES = 256
+"""What a file is known by besides its inode, which the next file may have once it is gone."""
 
 
 class Tail:
@@ -21,6 +23,8 @@ class Tail:
         self.path = path
         self.generation = 0
         self._inode = -1
+        self._first = b""
+        """What it began with when its first line was read."""
         self.offset = 0
         """Where the next line begins."""
 
@@ -33,7 +37,8 @@ class Tail:
             self._inode, self.offset = -1, 0
             self.generation += is_void
             return is_void
-        if self.offset > 0 and (found.st_ino != self._inode or found.st_size < self.offset):
+        is_another = found.st_ino != self._inode or found.st_size < self.offset
+        if self.offset > 0 and (is_another or _beginning(self.path, len(self._first)) != self._first):
             self._inode, self.offset = found.st_ino, 0
             self.generation += 1
             return True
@@ -47,6 +52,8 @@ class Tail:
         except OSError:
             return
         with file:
+            if not self.offset:
+                self._first = file.read(_FIRST_BYTES)
             file.seek(self.offset)
             rest = b""
             while chunk := file.read(_CHUNK_BYTES):
@@ -87,9 +94,12 @@ def last_lines(path: Path, num_bytes: int) -> list[bytes]:
 
 def first_lines(path: Path, num_bytes: int) -> list[bytes]:
     """Whole lines at the beginning of a file, of at most so many bytes, in order; none without the file."""
+    return [line for line in _beginning(path, num_bytes).split(b"\n")[:-1] if line]
+
+
+def _beginning(path: Path, num_bytes: int) -> bytes:
     try:
         with path.open("rb") as file:
-            data = file.read(num_bytes)
+            return file.read(num_bytes)
     except OSError:
-        return []
-    return [line for line in data.split(b"\n")[:-1] if line]
+        return b""
