@@ -138,6 +138,21 @@ def test_there_are_no_more_held_out_tasks_than_the_questions_give() -> None:
     assert len(set(entries)) == len(entries) == 20
 
 
+@pytest.mark.parametrize("args", [{"size": 40}, {"eval_size": 0}])
+def test_none_is_held_out_of_the_questions_to_train_on(args: dict[str, Json]) -> None:
+    assert len(load(dataset="chain_sum", **args).eval_tasks) == 0
+    with pytest.raises(SettingsError, match=r"no held-out task, where environment\.eval_tasks asks for 10"):
+        load_environment(
+            EnvironmentSettings(name="reasoning-gym", args={"dataset": "chain_sum", **args}, eval_tasks=10)
+        )
+
+
+@pytest.mark.parametrize("levels", [[0, 3], [3, 0]])
+def test_a_level_with_too_few_different_questions_is_told_before_the_run(levels: list[int]) -> None:
+    with pytest.raises(SettingsError, match="questions held no held-out one"):
+        load(dataset="coin_flip", levels=levels, size=1000, eval_size=20)
+
+
 @pytest.mark.parametrize(
     ("args", "says"),
     [

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from tailrace.environments.files import open_arrow_folder, open_csv, open_hub, open_json, open_jsonl, open_parquet
-from tailrace.environments.rows import AllBut, Row, RowView
-from tailrace.errors import DataError
+from tailrace.environments.rows import AllBut, Row, RowView, SplitRows
+from tailrace.errors import DataError, SettingsError
 
 HUB = "hub:"
 """Begins the name of a data set of the Hugging Face hub."""
@@ -54,12 +54,19 @@ def hold_out(rows: Sequence[Row], count: int, *, name: str) -> tuple[Sequence[Ro
     """Split into training rows and `count` held-out ones: the same rows each time, spread over the whole, none in both.
 
     Held-out rows are in an order of chance, so that the first few of them are spread as well. Raises `DataError` where
-    nothing would be left to train on.
+    nothing would be left to train on, and `SettingsError` for rows that are one side of a split already.
 
     >>> train, held_out = hold_out([{"n": n} for n in range(10)], 3, name="digits")
     >>> len(train), len(held_out), {row["n"] for row in train} & {row["n"] for row in held_out}
     (7, 3, set())
     """
+    if isinstance(rows, SplitRows):
+        raise SettingsError(
+            f"environment {name!r} holds questions out by their text, and of its training questions none may be: its "
+            f"environment.args leave it no held-out task, where environment.eval_tasks asks for {count}. Ask for "
+            "more tasks there, or give environment.eval_data",
+            key=("eval_tasks",),
+        )
     if count >= len(rows):
         raise DataError(
             f"environment {name!r} has {len(rows)} tasks and {count} are to be held out, which leaves none to train "

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from tailrace.environments.protocol import Agent, EnvironmentSpec, RewardFunction
-from tailrace.environments.rows import LazyRows, Row
+from tailrace.environments.rows import Row, SplitRows
 from tailrace.environments.single_turn import single_turn_agent
 from tailrace.errors import SettingsError
 from tailrace.records import Json
@@ -47,7 +47,7 @@ def generated_environment(
     )
 
 
-class GeneratedRows(LazyRows):
+class GeneratedRows(SplitRows):
     """Rows drawn by a function, each from its own random stream; `is_eval` says to which side of the split one belongs.
 
     A row is drawn again until it is on its side: ends soon, since neither side is rare.

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from functools import partial
@@ -26,6 +26,7 @@ from tailrace.environments.judge import JudgeSettings
 from tailrace.environments.named_rewards import NamedReward, needs_environments
 from tailrace.environments.programs import CommandAgent
 from tailrace.environments.protocol import EnvironmentSpec
+from tailrace.environments.rows import Row, SplitRows
 from tailrace.environments.settings import EnvironmentSettings
 from tailrace.errors import DataError, SettingsError, TailraceError
 from tailrace.user_code import describe_failure, import_attribute
@@ -54,7 +55,8 @@ _PLAYED_BY_OTHERS = ("verifiers",)
 """Built-in names of environments whose code is not Tailrace's."""
 
 _ROWS_CHECKED = 10_000
-"""Of rows in files and lists; of generated ones only the first. Later rows are checked when they are drawn."""
+"""Of rows in files and lists; of generated ones only the first, of each kind that takes turns. Later rows are checked
+when they are drawn."""
 
 
 def environment_names() -> list[str]:
@@ -161,9 +163,14 @@ def _require_columns(spec: EnvironmentSpec) -> None:
     """Report a missing column before the run starts, not when its row is drawn."""
     if spec.all_required_columns:
         for rows, make in ((spec.train_tasks, spec.train_task), (spec.eval_tasks, spec.eval_task)):
-            is_written = isinstance(rows, list | tuple | JsonlRows | ArrowRows)
-            for index in range(min(len(rows), _ROWS_CHECKED if is_written else 1)):
+            for index in range(min(len(rows), _num_checked(rows))):
                 make(index)
+
+
+def _num_checked(rows: Sequence[Row]) -> int:
+    if isinstance(rows, list | tuple | JsonlRows | ArrowRows):
+        return _ROWS_CHECKED
+    return rows.num_kinds if isinstance(rows, SplitRows) else 1
 
 
 def _find(name: str) -> object:

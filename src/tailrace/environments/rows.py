@@ -31,6 +31,13 @@ class LazyRows(Sequence[Row]):
         return RowView(self, positions) if isinstance(positions, range) else self._row(positions)
 
 
+class SplitRows(LazyRows):
+    """Rows of one side of a split that the text of a row decides: none is taken out of them for the other side."""
+
+    num_kinds = 1
+    """Rows at the beginning that stand for all others: each is of a kind of its own."""
+
+
 class RowView(LazyRows):
     """Some rows of a sequence, in an order of their own."""
 

@@ -24,7 +24,7 @@ from tailrace.environments.arguments import convert_argument, unknown_argument
 from tailrace.environments.generated import is_held_out
 from tailrace.environments.protocol import EnvironmentSpec
 from tailrace.environments.results import AgentResult
-from tailrace.environments.rows import LazyRows, Row
+from tailrace.environments.rows import Row, SplitRows
 from tailrace.environments.single_turn import single_turn_agent
 from tailrace.errors import SettingsError
 from tailrace.extras import import_extra
@@ -154,7 +154,7 @@ class ReasoningGymLevels:
         """There is nothing that could fail later."""
 
 
-class ReasoningGymRows(LazyRows):
+class ReasoningGymRows(SplitRows):
     """Training or held-out rows of a data set, probing its questions until one is on the wanted side.
 
     A held-out row looks at indices of its own alone, so that no two are the same entry, and at one level of them, which
@@ -165,6 +165,7 @@ class ReasoningGymRows(LazyRows):
         self, source: ReasoningGymDataset | ReasoningGymLevels, *, size: int, num_rows: int, held_out: bool
     ) -> None:
         self._source = source
+        self.num_kinds = source.num_levels
         self._size = size
         self._num_rows = num_rows
         self._held_out = held_out
