@@ -173,6 +173,20 @@ def test_how_long_is_waited_and_how_often_a_role_is_started_again_may_differ(fil
     assert resumed(file, "--restarts.per_role", "0", "--shutdown.grace_s", "9", "--restarts.silence_s", "5") == {}
 
 
+@pytest.mark.parametrize(
+    "now",
+    [
+        *("generator.devices 3", "generator.join_address tcp://10.0.0.1:7000 --generator.join_key key"),
+        *("gateway.host 0.0.0.0", "gateway.port 8300"),
+        *("observability.log_level debug", "observability.live off", "observability.log_every_s 9"),
+        "observability.no_progress_s 9",
+    ],
+)
+def test_where_a_run_is_and_what_is_shown_of_it_may_differ(file: Path, now: str) -> None:
+    start(file, "--generator.device", "cuda", "--generator.devices", "2", "--generator.replicas", "{min = 1, max = 2}")
+    assert resumed(file, *f"--{now}".split()) == {}
+
+
 def test_the_cluster_of_a_run_may_be_another_one(file: Path) -> None:
     start(file, "--placement", "ray", "--ray.address", "10.0.0.1:6379")
     assert resumed(file, "--placement", "ray", "--ray.address", "10.0.0.2:6379", "--ray.wait_s", "9") == {}
