@@ -399,6 +399,15 @@ def test_overrides_win_over_the_file() -> None:
     assert settings.environments[0].args["max_turns"] == 2
 
 
+@pytest.mark.parametrize("name", ["42", "1e5", "2026-11-28", "inf"])
+def test_a_setting_that_is_text_is_taken_as_it_was_typed(name: str) -> None:
+    overrides = [f"--{setting}={name}" for setting in ("name", "model.name", "environment.id", "environments.0.data")]
+    settings = load_settings("quickstart", [*overrides, "--environment.args.max_turns", "2"])
+    [environment] = settings.environments
+    assert (settings.name, settings.model.name, environment.id, environment.data) == (name,) * 4
+    assert environment.args["max_turns"] == 2
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -613,7 +622,7 @@ def test_an_environment_is_named_by_its_key_alone_as_by_its_name() -> None:
     ("given", "message"),
     [
         (["--environment"], "environment.name is no switch, it needs a value, as in --environment.name VALUE"),
-        (["--environment", "3"], "environment.name = 3: input should be a valid string"),
+        (["--environment", "[3]"], r"environment.name = \[3\]: input should be a valid string"),
         (["--environment", "{}"], "environment.name is missing"),
         (["--environment", "unset"], "environment.name is missing"),
         (["--environments", "arithmetic"], "environments = 'arithmetic': it is a list"),

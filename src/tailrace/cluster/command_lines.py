@@ -118,4 +118,4 @@ def _toml(value: Any) -> str:
 
 
 def _is_read_back(text: str, value: Any) -> bool:
-    return bool(parse_overrides([f"--value={text}"]).get(("value",)) == value)
+    return bool(parse_overrides([f"--value={text}"], RunSettings).get(("value",)) == value)

@@ -74,7 +74,7 @@ def load_settings(recipe: str, overrides: Sequence[str] = (), runs: Path = RUNS)
     >>> load_settings("quickstart", ["--max_steps", "3"]).max_steps
     3
     """
-    given = parse_overrides(overrides)
+    given = parse_overrides(overrides, RunSettings)
     return _resolved(_places(read_settings_file(recipe), given), given, runs)
 
 
@@ -115,7 +115,7 @@ def placed(recipe: str, overrides: Sequence[str] = ()) -> Iterator[None]:
         ...
     tailrace.errors.SettingsError: command line: no such argument
     """
-    with placed_at(_places(read_settings_file(recipe), parse_overrides(overrides))):
+    with placed_at(_places(read_settings_file(recipe), parse_overrides(overrides, RunSettings))):
         yield
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import datetime
 import tomllib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel
 
-from tailrace.config.sections import kinds_in
+from tailrace.config.sections import end_of, kinds_in
 from tailrace.config.sources import Key, Table, as_index, require_shallow
 from tailrace.errors import SettingsError
 from tailrace.training.settings.losses import DEFAULT_LOSS, CommonLossSettings, LossSettings
@@ -23,16 +24,18 @@ _OWN_NAMES = {"rewards": 1, "args": 2, "vllm": 2}
 _UNSET = object()
 
 
-def parse_overrides(arguments: Sequence[str]) -> dict[tuple[str, ...], Any]:
+def parse_overrides(arguments: Sequence[str], model: type[BaseModel]) -> dict[tuple[str, ...], Any]:
     """Read `--a.b value`, `--a.b=value`, `--flag` (true), `--a.b unset` (no value). Raises `SettingsError`.
 
-    Values are TOML where they can be, else text. `--environment NAME` is short for `--environment.name NAME`.
+    Values are TOML where they can be, else text; numbers and dates are text where `model` has a setting that is text.
+    `--environment NAME` is short for `--environment.name NAME`.
 
-    >>> parse_overrides(["--trainer.learning_rate", "1e-4", "--resume", "--model.name=Qwen/Qwen3-0.6B"])
-    {('trainer', 'learning_rate'): 0.0001, ('resume',): True, ('model', 'name'): 'Qwen/Qwen3-0.6B'}
-    >>> parse_overrides(["--environment", "arithmetic"])
+    >>> from tailrace.config import RunSettings
+    >>> parse_overrides(["--max_steps", "3", "--resume", "--model.name=Qwen/Qwen3-0.6B", "--name", "1e3"], RunSettings)
+    {('max_steps',): 3, ('resume',): True, ('model', 'name'): 'Qwen/Qwen3-0.6B', ('name',): '1e3'}
+    >>> parse_overrides(["--environment", "arithmetic"], RunSettings)
     {('environment', 'name'): 'arithmetic'}
-    >>> parse_overrides(["--environment.group-size", "4", "--environment.rewards.exact-match.weight", "0.5"])
+    >>> parse_overrides(["--environment.group-size=4", "--environment.rewards.exact-match.weight", "0.5"], RunSettings)
     {('environment', 'group_size'): 4, ('environment', 'rewards', 'exact-match', 'weight'): 0.5}
     """
     overrides: dict[tuple[str, ...], Any] = {}
@@ -46,8 +49,21 @@ def parse_overrides(arguments: Sequence[str]) -> dict[tuple[str, ...], Any]:
             value = waiting.pop(0) if waiting and not waiting[0].startswith("--") else "true"
         parsed = _parse_value(value)
         require_shallow(parsed, f"command line: {name}")
-        overrides[_named(_key(name), parsed)] = parsed
+        key = _named(_key(name), parsed)
+        overrides[key] = value if _is_amount(parsed) and _is_text(model, key) else parsed
     return overrides
+
+
+def _is_amount(value: Any) -> bool:
+    kinds = int | float | datetime.date | datetime.time
+    return isinstance(value, kinds) and not isinstance(value, bool)
+
+
+def _is_text(model: type[BaseModel], key: tuple[str, ...]) -> bool:
+    """Whether a setting takes any text, as a name does."""
+    path: Key = ("environments", 0, *key[1:]) if key[0] == "environment" else (*map(as_index, key),)
+    field = end_of(model, path).field
+    return field is not None and field.annotation in (str, str | None)
 
 
 def _key(name: str) -> tuple[str, ...]:

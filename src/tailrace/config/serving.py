@@ -56,7 +56,7 @@ def joined_settings(offered: bytes, model: str | None, overrides: Sequence[str])
 
 
 def _given(overrides: Sequence[str]) -> dict[tuple[str, ...], Any]:
-    given = parse_overrides(overrides)
+    given = parse_overrides(overrides, ServeSettings)
     if misplaced := [key for key in given if key[0] == "generator" and key[1:2] and key[1] in OF_RUNS]:
         raise SettingsError(f"--{'.'.join(misplaced[0])} is a setting of runs: `tailrace serve` starts one generator")
     return given

@@ -35,7 +35,7 @@ def load_plans(plan: str, overrides: Sequence[str] = (), *, sweep: str | None = 
         known = f"Plans: {', '.join(list_plans())}. A file of your own ends in .toml"
         raise SettingsError(f"there is no plan {plan!r}. {known}")
     file = read_settings_file(plan if is_file else f"{_FOLDER}/{plan}")
-    given = parse_overrides(overrides)
+    given = parse_overrides(overrides, SimulationPlan)
     base = copy.deepcopy(file.table)
     policies = base.pop("policies", None) or [{}]
     if not isinstance(policies, list) or not all(isinstance(policy, dict) for policy in policies):
@@ -71,5 +71,5 @@ def _swept(sweep: str | None) -> list[tuple[tuple[str, ...], Any]]:
     key = name.strip()
     if key in SchedulingSettings.model_fields:
         key = f"scheduling.{key}"
-    pairs = [parse_overrides([f"--{key}={value.strip()}"]) for value in values.split(",")]
+    pairs = [parse_overrides([f"--{key}={value.strip()}"], SimulationPlan) for value in values.split(",")]
     return [next(iter(pair.items())) for pair in pairs]
