@@ -199,6 +199,19 @@ def test_a_job_ends_by_notice_is_requeued_and_goes_on(capsys: pytest.CaptureFixt
     assert [(connect in one, one.endswith("--resume")) for one in trained] == [(True, False), (True, True)]
 
 
+def test_a_notice_before_the_run_is_there_is_told_to_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    script = job_script(capsys, tmp_path / "work")
+    text = script.read_text()
+    assert text.count("mkdir -p runs\n") == 1
+    script.write_text(text.replace("mkdir -p runs\n", 'mkdir -p runs\nkill -USR1 "$$"\n'))
+    cluster = StandInSlurm(tmp_path / "slurm", nodes=2)
+    cluster.add("tailrace", STAND_IN_TAILRACE)
+    with cluster.job(script, {}) as job:
+        assert job.wait(PATIENCE_S) in (75, 143)  # by whether it had its folder
+        assert cluster.processes(job) == []
+    assert cluster.told("requeued") == ["4711"]
+
+
 @pytest.mark.parametrize(("status", "requeued"), [(0, []), (1, ["4711"]), (2, [])])
 def test_a_job_whose_run_misses_its_last_save_is_requeued(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, status: int, requeued: list[str]

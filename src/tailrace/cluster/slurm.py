@@ -68,6 +68,8 @@ def render_slurm(settings: RunSettings, recipe: str, overrides: Sequence[str], o
         f"# {settings.name}, rendered by `tailrace cluster render slurm`: sbatch THIS_FILE.",
         *options.setup,
         "set -uo pipefail",
+        "noticed=",
+        "trap noticed=yes USR1 # until there is a run to tell: it would end this script",
         "",
         f"run={_word(settings.name)}",
         "mkdir -p runs",
@@ -118,9 +120,13 @@ main=$!
 
 # Notice of preemption, or of the end of the job's time: the run saves, and ends with status 75. One that has no folder
 # yet has nothing to save.
-noticed=
-trap 'noticed=yes; touch "runs/$run/preempt" || kill -TERM "$main"' USR1
+notice() {
+  noticed=yes
+  touch "runs/$run/preempt" || kill -TERM "$main"
+}
+trap notice USR1
 trap 'kill -TERM "$main"' TERM INT
+if [ -n "$noticed" ]; then notice; fi
 wait "$main"
 status=$?
 while kill -0 "$main" 2>/dev/null; do # a signal ended the wait
