@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tailrace.errors import SettingsError
+from tailrace.errors import SettingsError, TrainingError
 from tailrace.training.losses import LOSSES, LossTokens, PointwiseLoss, load_loss
 from tailrace.training.losses.clipped_ratio import ClippedRatio
 from tailrace.training.settings.losses import ClippedRatioSettings, OwnLossSettings
@@ -63,15 +63,18 @@ def test_each_built_in_loss_has_settings_of_its_own() -> None:
 
 
 def test_a_loss_of_ones_own_is_named_by_module_and_function() -> None:
-    assert load_loss(own("own_loss")) is own_loss
-    assert load_loss(own("MADE")) is MADE
+    logprobs = torch.tensor([-1.0, -2.0])
+    losses, kept = load_loss(own("own_loss"))(logprobs, logprobs, NOTHING)
+    assert (losses.tolist(), kept.tolist()) == ([1.0, 2.0], [True, True])
+    losses, _ = load_loss(own("MADE"))(logprobs, logprobs, NOTHING)
+    assert losses.tolist() == [2.0, 4.0]
 
 
 def test_args_are_given_to_a_class_once_and_to_a_function_at_each_call() -> None:
     made = load_loss(own("ScaledLoss", scale=3.0))
-    assert isinstance(made, ScaledLoss)  # the head sees that it is pointwise
-    assert made.scale == 3.0
+    assert isinstance(made, PointwiseLoss)  # the head sees it
     logprobs = torch.tensor([-1.0, -2.0])
+    assert [part.tolist() for part in made.with_derivative(logprobs, NOTHING)] == [[3.0, 6.0], [-3.0, -3.0], [True] * 2]
     losses, _ = load_loss(own("scaled_loss", scale=0.5))(logprobs, logprobs, NOTHING)
     assert losses.tolist() == [0.5, 1.0]
 
@@ -93,6 +96,50 @@ def test_args_are_given_to_a_class_once_and_to_a_function_at_each_call() -> None
 def test_losses_that_cannot_be_made_are_refused(settings: OwnLossSettings, message: str) -> None:
     with pytest.raises(SettingsError, match=message):
         load_loss(settings)
+
+
+KEPT = torch.ones(2, dtype=torch.bool)
+
+
+def summed(logprobs: torch.Tensor, entropy: torch.Tensor, tokens: LossTokens) -> Answer:
+    return -logprobs.sum(), KEPT
+
+
+def alone(logprobs: torch.Tensor, entropy: torch.Tensor, tokens: LossTokens) -> torch.Tensor:
+    return -logprobs
+
+
+def keeps_all_at_once(logprobs: torch.Tensor, entropy: torch.Tensor, tokens: LossTokens) -> Answer:
+    return -logprobs, torch.tensor(True)
+
+
+def keeps_by_number(logprobs: torch.Tensor, entropy: torch.Tensor, tokens: LossTokens) -> Answer:
+    return -logprobs, torch.ones_like(logprobs)
+
+
+class SummedSlope(PointwiseLoss):
+    def with_derivative(
+        self, logprobs: torch.Tensor, tokens: LossTokens
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return -logprobs, torch.tensor(-1.0), KEPT
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("summed", r"its loss is a tensor \[\] of float32"),
+        ("alone", r"it answered a tensor \[2\] of float32"),
+        ("keeps_all_at_once", r"its kept is a tensor \[\] of bool"),
+        ("keeps_by_number", r"its kept is a tensor \[2\] of float32"),
+        ("SummedSlope", r"its derivative is a tensor \[\] of float32"),
+    ],
+)
+@pytest.mark.parametrize("entropy", [0.0, 0.1])
+def test_a_loss_that_does_not_answer_for_each_token_does_not_train(name: str, found: str, entropy: float) -> None:
+    logprobs = torch.tensor([-1.0, -2.0])
+    loss = load_loss(own(name).model_copy(update={"entropy": entropy}))
+    with pytest.raises(TrainingError, match=f"trainer.loss.name is .*{name}.* must answer .*{found}"):
+        loss(logprobs, logprobs, NOTHING)
 
 
 def test_samples_are_summed_and_spread_back() -> None:

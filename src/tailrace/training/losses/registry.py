@@ -24,6 +24,7 @@ from tailrace.training.losses.grpo import Grpo
 from tailrace.training.losses.gspo import Gspo
 from tailrace.training.losses.ipo import Ipo
 from tailrace.training.losses.masks import load_mask
+from tailrace.training.losses.own import checked
 from tailrace.training.losses.protocol import Loss, PointwiseLoss
 from tailrace.training.losses.reference_kl import ReferenceKl
 from tailrace.training.losses.sapo import Sapo
@@ -54,7 +55,8 @@ def load_loss(settings: LossSettings, *, ranks_per_row: int = 1) -> Loss:
     """The loss that `settings` mean, with its masks. Raises `SettingsError` for what cannot be imported or called.
 
     With several `ranks_per_row` it will be given slices of samples: built-in losses sum over whole ones all the same
-    (`LossTokens.sum_by_sample`), one's own are refused unless they judge each token by itself.
+    (`LossTokens.sum_by_sample`), one's own are refused unless they judge each token by itself. One's own raises
+    `TrainingError` when it is called and does not answer for each token.
     """
     loss = _own_loss(settings) if isinstance(settings, OwnLossSettings) else LOSSES[type(settings)](settings)
     if ranks_per_row > 1 and isinstance(settings, OwnLossSettings) and not isinstance(loss, PointwiseLoss):
@@ -66,6 +68,8 @@ def load_loss(settings: LossSettings, *, ranks_per_row: int = 1) -> Loss:
         )
     masks = {str(mask.name): load_mask(mask) for mask in settings.masks}
     per_sequence = settings.denominator == Denominator.SEQUENCES
+    if isinstance(settings, OwnLossSettings):
+        loss = checked(loss, settings.name)
     return compose(loss, masks, entropy=settings.entropy, per_sequence=per_sequence)
 
 
