@@ -13,7 +13,8 @@ import pytest
 from tailrace import __version__
 from tailrace.cli import main
 from tailrace.commands import Replay, Serve, Train, parse
-from tailrace.config import list_recipes, load_settings
+from tailrace.config import list_recipes, load_settings, read_settings_file
+from tailrace.run.folder import RunPaths, record_settings
 
 
 @pytest.mark.parametrize(
@@ -176,6 +177,23 @@ def test_a_dry_run_shows_settings_and_budgets_and_makes_nothing(
     assert "rollouts run at once" in shown
     assert "The run finishes after about 7 steps." in shown
     assert not list(tmp_path.iterdir())
+
+
+def test_a_dry_run_of_a_resume_refuses_what_the_resume_would(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    resume = ["train", "quickstart", "--resume", "--dry-run"]
+    assert main(resume) == 2
+    assert "there is nothing to resume in runs/quickstart" in capsys.readouterr().err
+    settings = load_settings("quickstart", ["--max_steps", "7"])
+    record_settings(settings, RunPaths(tmp_path / "runs" / settings.name), read_settings_file("quickstart").table)
+    assert main(resume) == 0
+    assert "The run finishes after about 7 steps." in capsys.readouterr().out
+    assert main([*resume, "--max_steps", "9"]) == 2
+    assert "max_steps = 9 in place of 7" in capsys.readouterr().err
+    assert main([*resume, "--max_steps", "9", "--allow-changed-settings"]) == 0
+    assert "The run finishes after about 9 steps." in capsys.readouterr().out
 
 
 def test_an_evaluation_measures_and_saves(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -154,9 +154,10 @@ class Try:
 
 
 def _show_plan(settings: Any) -> int:
-    from tailrace.config import plan_run, settings_as_toml, with_scaled_deadlines
+    from tailrace.config import RUNS, plan_run, settings_as_toml, with_scaled_deadlines
     from tailrace.run.cluster import describe_cluster
     from tailrace.run.devices import describe_devices, role_devices
+    from tailrace.run.folder import require_resumable
     from tailrace.run.memory import describe_memory
     from tailrace.run.model_checks import as_planned
     from tailrace.run.parts import describe_places
@@ -166,6 +167,8 @@ def _show_plan(settings: Any) -> int:
     environments = checked_environments(settings, given={})
     if settings.trainer.feed == "batch":
         load_loss(settings.trainer.loss, ranks_per_row=settings.trainer.sequence_parallel)
+    if settings.resume:
+        require_resumable(settings, RUNS)
     places = describe_places(settings, environments)
     planned = as_planned(settings)
     memory = describe_memory(planned)

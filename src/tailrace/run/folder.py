@@ -142,12 +142,12 @@ def open_run_folder(settings: RunSettings, parent: Path) -> Iterator[RunPaths]:
     Raises `DataError` where that is not so, or it cannot be written.
     """
     paths = RunPaths(parent / settings.name)
-    if settings.resume and not paths.root.is_dir():
-        raise _nothing_to_resume(paths)
+    if settings.resume:
+        _require_something(paths)  # first: to own a folder makes it
     with own_folder(paths.root) as owned:
-        is_there = any(path.name != OWNER_FILE for path in paths.root.iterdir())
-        if settings.resume and not is_there:
-            raise _nothing_to_resume(paths)
+        if settings.resume:
+            _require_something(paths)
+        is_there = _holds_something(paths.root)
         if is_there and not settings.resume and _is_before_first_step(paths):
             _set_aside(paths)
         elif is_there and not settings.resume:
@@ -194,8 +194,23 @@ def _set_aside(paths: RunPaths) -> None:
     _logger.info("the run of before ended before its first step; what it left is in %s", aside)
 
 
-def _nothing_to_resume(paths: RunPaths) -> DataError:
-    return DataError(f"there is nothing to resume in {paths.root}: leave --resume out to start a new run")
+def require_resumable(settings: RunSettings, parent: Path) -> None:
+    """Refuse a resume as the run would, by its folder alone, which is only read.
+
+    Raises `DataError` where there is nothing to resume, and `SettingsError` for other settings than the run has.
+    """
+    paths = RunPaths(parent / settings.name)
+    _require_something(paths)
+    _allowed_changes(settings, paths)
+
+
+def _require_something(paths: RunPaths) -> None:
+    if not paths.root.is_dir() or not _holds_something(paths.root):
+        raise DataError(f"there is nothing to resume in {paths.root}: leave --resume out to start a new run")
+
+
+def _holds_something(folder: Path) -> bool:
+    return any(path.name != OWNER_FILE for path in folder.iterdir())
 
 
 def record_settings(settings: RunSettings, paths: RunPaths, recipe: Mapping[str, Any] | None) -> list[Difference]:
@@ -205,19 +220,25 @@ def record_settings(settings: RunSettings, paths: RunPaths, recipe: Mapping[str,
     Raises `SettingsError` where that is not allowed or no file can hold them, and `DataError` where the folder cannot
     be written.
     """
-    before = own_settings(paths.root)
-    changed = [] if before is None else differences(before, settings)
-    if changed and not settings.allow_changed_settings:
-        raise SettingsError(_REFUSED.format(paths=paths, changes="\n".join(f"  {one}" for one in changed)))
+    changed = _allowed_changes(settings, paths)
     resolved = settings_as_toml(settings)
     with writing(paths.root):
         paths.root.mkdir(parents=True, exist_ok=True)
         if changed:
             _keep(paths.settings, paths.superseded)
-        if before is None or changed:
+        if changed or not paths.settings.is_file():
             replace_durably(paths.settings, resolved.encode())
         if recipe is not None:
             replace_durably(paths.recipe, tomli_w.dumps(_without_none(recipe)).encode())
+    return changed
+
+
+def _allowed_changes(settings: RunSettings, paths: RunPaths) -> list[Difference]:
+    """From the settings that the folder's run has, if there is one. Raises `SettingsError` where it may have none."""
+    before = own_settings(paths.root)
+    changed = [] if before is None else differences(before, settings)
+    if changed and not settings.allow_changed_settings:
+        raise SettingsError(_REFUSED.format(paths=paths, changes="\n".join(f"  {one}" for one in changed)))
     return changed
 
 
