@@ -15,6 +15,7 @@ from tailrace.models.loading import copy_tokenizer
 from tailrace.run.model_checks import as_planned, require_known_files
 from tests.run.runs import TINY, environment, tiny_settings
 from tests.support.bundled_models import BUNDLED, copy_bundled
+from tests.support.expert_models import expert_model
 from tests.support.state_models import save_state_model
 
 
@@ -110,6 +111,16 @@ def test_a_teacher_that_its_engine_cannot_serve_is_refused(tmp_path: Path, capsy
     teacher = ("--trainer.loss.distillation.model", str(model))
     assert main(["train", "quickstart", *TINY, *environment("words"), "--dry-run", *teacher]) == 2
     assert "MambaForCausalLM cannot run on the torch engine" in capsys.readouterr().err
+
+
+def test_experts_of_a_model_without_any_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    dense = ("--generator.return_routed_experts", "true", "--max_steps", "1")
+    assert main(["train", "quickstart", *TINY, *environment("words"), "--dry-run", *dense]) == 2
+    assert "has no routers" in capsys.readouterr().err
+    expert_model("qwen3-moe").save_pretrained(tmp_path / "experts")
+    copy_tokenizer(BUNDLED, tmp_path / "experts")
+    routed = (*dense, "--model.name", str(tmp_path / "experts"))
+    assert main(["train", "quickstart", *TINY, *environment("words"), "--dry-run", *routed]) == 0
 
 
 def test_a_model_that_another_engine_may_serve_is_planned_without_its_memory(

@@ -117,3 +117,7 @@ def _require_architecture(settings: RunSettings) -> None:
         from tailrace.generation.engines.torch.model import require_supported
 
         require_supported(outline)
+        if settings.generator.return_routed_experts:
+            from tailrace.generation.engines.torch.experts import require_routers
+
+            require_routers(outline)

@@ -15,29 +15,38 @@ from torch import Tensor, nn
 
 from tailrace.errors import GenerationError, ModelError
 from tailrace.generation.engines.torch.slots import Placement
-from tailrace.models.routers import as_routing, find_routers, index_dtype
+from tailrace.models.routers import Router, as_routing, find_routers, index_dtype
 from tailrace.records import ExpertArray
 
 _FIRST_TOKENS = 128
 _GROWTH = 1.25
 
 
+def require_routers(model: nn.Module) -> list[Router]:
+    """The routers whose experts can be noted; the model may be without memory.
+
+    Raises `ModelError` where there is none, or they differ in how many experts they choose.
+    """
+    routers = find_routers(model)
+    if not routers:
+        raise ModelError(
+            f"generator.return_routed_experts: {type(model).__name__} has no routers, or none that answer as those "
+            "of transformers' mixture-of-experts families do; leave it off"
+        )
+    if len({router.top_k for router in routers}) > 1:
+        raise ModelError(f"generator.return_routed_experts: layers of {type(model).__name__} differ in their top-k")
+    return routers
+
+
 class RouterTap:
     """Notes what the routers of a model answer during one forward pass.
 
-    Raises `ModelError` for a model without routers.
+    Raises `ModelError` as `require_routers` does.
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
-        routers = find_routers(model)
-        if not routers:
-            raise ModelError(
-                f"generator.return_routed_experts: {type(model).__name__} has no routers, or none that answer as those "
-                "of transformers' mixture-of-experts families do; leave it off"
-            )
-        top_k = max(router.top_k for router in routers)
-        if top_k != min(router.top_k for router in routers):
-            raise ModelError(f"generator.return_routed_experts: layers of {type(model).__name__} differ in their top-k")
+        routers = require_routers(model)
+        top_k = routers[0].top_k
         self.dtype = np.dtype(index_dtype(max(router.num_experts for router in routers), top_k))
         self.shape = (len(routers), top_k)
         self._device = device
