@@ -196,6 +196,14 @@ def test_a_dry_run_of_a_resume_refuses_what_the_resume_would(
     assert "The run finishes after about 9 steps." in capsys.readouterr().out
 
 
+def test_a_recipe_whose_model_is_to_be_made_first_asks_no_hub_for_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["eval", "smollm2-arithmetic"]) == 2
+    assert "model './models/smollm2-135m-instruct' is no folder" in capsys.readouterr().err
+
+
 def test_an_evaluation_measures_and_saves(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     saved = tmp_path / "rollouts.jsonl"
     assert main(["eval", "quickstart", "--limit", "3", "--json", "--save", str(saved)]) == 0
