@@ -12,8 +12,9 @@ import pytest
 
 from tailrace import __version__
 from tailrace.cli import main
-from tailrace.commands import Replay, Serve, Train, parse
+from tailrace.commands import Evaluate, Replay, Serve, Train, parse
 from tailrace.config import list_recipes, load_settings, read_settings_file
+from tailrace.generation.settings import GeneratorSettings
 from tailrace.run.folder import RunPaths, record_settings
 
 
@@ -72,6 +73,20 @@ def test_what_is_wrong_is_told_with_exit_status_2(
 )
 def test_settings_stand_anywhere_among_a_commands_own_arguments(arguments: str, command: object, settings: str) -> None:
     assert parse(arguments.split()) == (command, settings.split())
+
+
+def test_a_tilde_is_the_home_of_who_runs_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert parse(["eval", "quickstart", "--save=~/x.jsonl"])[0] == Evaluate("quickstart", save=tmp_path / "x.jsonl")
+    assert parse(["serve", "m", "--key", "~/k"])[0] == Serve("m", key=tmp_path / "k")
+    assert main(["key", "~/k.key"]) == 0
+    assert (tmp_path / "k.key").is_file()
+    (tmp_path / "own.toml").write_text('max_steps = 1\n[[environments]]\nname = "alphabet-sort"\n')
+    changes = ["--model.name", "bundled:quickstart", "--transport.payload_folder", "~/p"]
+    settings = load_settings("~/own.toml", changes)
+    assert (settings.name, settings.transport.payload_folder) == ("own", f"{tmp_path}/p")
+    generator = GeneratorSettings(join_key="~/a", connect_key="~nobody-at-all/b")
+    assert (generator.join_key, generator.connect_key) == (f"{tmp_path}/a", "~nobody-at-all/b")
 
 
 ARGUMENTS = """max_steps = 1

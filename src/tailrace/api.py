@@ -67,17 +67,17 @@ async def train_async(
     for name, callback in (("on_step", on_step), ("on_evaluation", on_evaluation)):
         if callback is not None and not callable(callback):
             raise SettingsError(f"{name} is {callback!r:.80}; expected a function of one StepMetrics")
-    given = _Given(settings, changes, Path(runs))
+    given = _Given(settings, changes, _path(runs))
     with logging_as_it_was(), placed_at(given.places):
         summary = await training.train(
             given.settings,
-            Path(runs),
+            _path(runs),
             recipe=given.places.file.table,
             given=given.objects,
             callbacks=Callbacks(on_step, on_evaluation),
             abort=_interrupt,
         )
-    return RunResult(summary, Path(runs) / given.settings.name)
+    return RunResult(summary, _path(runs) / given.settings.name)
 
 
 def train(
@@ -118,7 +118,7 @@ async def evaluate_async(
     """`evaluate`, from an async function or a notebook: `found = await tailrace.evaluate_async(...)`."""
     if limit is not None and limit < 1:
         raise SettingsError(f"limit is {limit}; it counts held-out tasks, so it must be 1 or above")
-    file = None if save is None else Path(save)
+    file = None if save is None else _path(save)
     evaluating.require_savable(file, "save")
     given = _Given(settings, changes)
     with logging_as_it_was(), placed_at(given.places):
@@ -171,6 +171,10 @@ def _require_no_loop(name: str) -> None:
 def _interrupt(code: ExitCode) -> NoReturn:
     """For a second Ctrl-C: the program decides whether it ends."""
     raise KeyboardInterrupt
+
+
+def _path(given: str | os.PathLike[str]) -> Path:
+    return Path(os.path.expanduser(given))
 
 
 class _Given:

@@ -20,11 +20,14 @@ tailrace --version
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
 from difflib import get_close_matches
 from functools import reduce
 from operator import or_
+from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import tyro
@@ -125,7 +128,14 @@ def parse(arguments: Sequence[str]) -> tuple[Callable[[list[str]], int], list[st
         return_unknown_args=True,
         config=(tyro.conf.FlagCreatePairsOff,),
     )
-    return command, [*left, *settings]
+    return _with_homes(command), [*left, *settings]
+
+
+def _with_homes(command: Any) -> Any:
+    """With the home of a user where one of its paths begins with `~`: a shell leaves it in quotes, and after a `=`."""
+    given = {field.name: getattr(command, field.name) for field in fields(command)}
+    paths = {name: Path(os.path.expanduser(path)) for name, path in given.items() if isinstance(path, Path)}
+    return replace(command, **paths)
 
 
 def _own_and_settings(arguments: Sequence[str]) -> tuple[list[str], list[str]]:

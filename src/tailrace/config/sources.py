@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.resources
+import os
 import re
 import tomllib
 from dataclasses import dataclass, field
@@ -74,7 +75,7 @@ def list_recipes() -> dict[str, str]:
 
 def read_settings_file(recipe: str) -> SettingsFile:
     """Read a packaged recipe by name, or a TOML file by path. Raises `SettingsError`, with the nearest recipe."""
-    path = Path(recipe)
+    path = Path(os.path.expanduser(recipe))
     if path.suffix != ".toml":
         path = recipe_folder() / f"{recipe}.toml"
         if not path.is_file():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -34,7 +35,7 @@ def load_rows(path: str | Path) -> Sequence[Row]:
     if str(path).startswith(HUB):
         rows = open_hub(str(path).removeprefix(HUB))
     else:
-        location = Path(path).expanduser()
+        location = Path(os.path.expanduser(path))
         if not location.exists():
             may_be_id = _HUB_ID.fullmatch(str(path)) and location.suffix not in (*_READERS, ".gz", ".parquet")
             hint = f"; one of the Hugging Face hub is {HUB}{path}" if may_be_id else ""

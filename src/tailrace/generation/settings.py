@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, field_validator, model_validator
@@ -204,6 +205,11 @@ class GeneratorSettings(BaseModel):
     @classmethod
     def _names_a_device(cls, device: str) -> str:
         return require_device_name(device, "generator.device")
+
+    @field_validator("connect_key", "join_key")
+    @classmethod
+    def _begins_at_home(cls, path: str | None) -> str | None:
+        return path and os.path.expanduser(path)
 
     @field_validator("connect", mode="before")
     @classmethod

@@ -16,6 +16,7 @@ import copy
 import importlib.resources
 import importlib.util
 import json
+import os
 import re
 import shutil
 import struct
@@ -96,7 +97,7 @@ def resolve_model(name: str) -> ModelSource:
     """
     if name.startswith(BUNDLED_PREFIX):
         return _bundled(name)
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     if path.suffix == ".gguf":
         return _gguf_file(name, path)
     if path.is_dir():

@@ -194,7 +194,7 @@ async def _found(options: JoinOptions, report_progress: ReportProgress, waits_s:
 
 
 def _folder(options: JoinOptions) -> Path:
-    given = Path(options.run)
+    given = Path(os.path.expanduser(options.run))
     return given if given.is_dir() or os.sep in options.run else options.runs / options.run
 
 

@@ -8,6 +8,7 @@ orchestrator needs. Models that are not on this machine are not looked at: nothi
 from __future__ import annotations
 
 import json
+import os
 import re
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -100,7 +101,7 @@ def _is_here(name: str) -> bool:
     try:
         return resolve_model(name).is_local
     except ModelError:
-        if name.startswith(BUNDLED_PREFIX) or Path(name).expanduser().exists():
+        if name.startswith(BUNDLED_PREFIX) or os.path.exists(os.path.expanduser(name)):
             raise
         return False
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 from typing import Annotated, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 
 from tailrace.generation.router.settings import RouterSettings
 from tailrace.scheduling.settings import Schedule, SchedulingSettings
@@ -93,6 +94,11 @@ class EmpiricalLengths(_Section):
 
     kind: Literal["empirical"] = Field("empirical", description="Says which kind it is.")
     file: Path = Field(description="A text file with one length in tokens a line.")
+
+    @field_validator("file")
+    @classmethod
+    def _begins_at_home(cls, file: Path) -> Path:
+        return Path(os.path.expanduser(file))
 
 
 def _kind(given: object) -> object:

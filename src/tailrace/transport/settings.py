@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from typing import Literal, TypeAlias
 from urllib.parse import urlsplit
@@ -104,3 +105,8 @@ class TransportSettings(BaseModel):
         description="Folder that takes them instead of shared memory; unset: shared memory, and the run's folder where "
         "that is full",
     )
+
+    @field_validator("payload_folder")
+    @classmethod
+    def _begins_at_home(cls, path: str | None) -> str | None:
+        return path and os.path.expanduser(path)
