@@ -42,6 +42,22 @@ async def test_what_holds_the_loop_never_chats_or_rewrites_history_is_told() -> 
     assert "in 1 of 2 groups all rewards are equal" in text
 
 
+async def test_what_an_agent_itself_cut_is_not_laid_to_the_settings_and_errors_write_no_colours() -> None:
+    text = await tried("terse", tasks=3)
+    assert "2 of 4 rollouts had a reply cut before rollouts.max_tokens = 6: by the agent's own max_tokens" in text
+    assert "raise rollouts.max_tokens" not in text
+    assert "ValueError: \\x1b[31mred" in text
+    assert "\x1b" not in text
+
+
+async def test_rewards_that_differ_are_not_trainable_where_no_rollout_has_a_token() -> None:
+    settings, _, _ = settings_to_try(f"{HERE}:muttering", "quickstart", TINY)
+    [(trial, text)] = await try_environments(settings, tasks=2, group_size=2)
+    assert "4 of 4 rollouts never called policy.chat: there is no token to train on" in text
+    assert len({*trial.rewards}) > 1
+    assert not trial.is_trainable
+
+
 async def test_prompt_reply_reward_and_times_are_shown_and_the_prompts_tokens_where_asked_for() -> None:
     text = await tried("talking", "--rollouts.max_turns", "2", "--environment.eval_tasks", "8", tasks=1)
     assert re.search(r'task talking/train/\d+: {"word":"word \d+"}', text)

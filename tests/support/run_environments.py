@@ -194,6 +194,30 @@ def blocking() -> EnvironmentSpec:
     return EnvironmentSpec(name="blocking", agent=agent, train_tasks=[{"word": "silent"}, {"word": "loud"}])
 
 
+def terse() -> EnvironmentSpec:
+    """Replies are cut by the agent itself, are none in one task, and fail in the terminal's red in another."""
+
+    async def agent(task: Task, policy: Policy) -> float:
+        if task["word"] == "red":
+            raise ValueError("\x1b[31mred")
+        if task["word"] == "loud":
+            await policy.chat([{"role": "user", "content": "first"}], max_tokens=4)
+        return 0.5
+
+    rows = [{"word": word} for word in ("silent", "loud", "red")]
+    return EnvironmentSpec(name="terse", agent=agent, train_tasks=rows)
+
+
+def muttering() -> EnvironmentSpec:
+    """Never chats, and is rewarded all the same."""
+    rewards = itertools.count()
+
+    async def agent(task: Task, policy: Policy) -> float:
+        return float(next(rewards))
+
+    return EnvironmentSpec(name="muttering", agent=agent, train_tasks=[{"word": "one"}, {"word": "two"}])
+
+
 def troubled() -> EnvironmentSpec:
     rows = [{"word": word} for word in (*TROUBLES, "fine", "good", "well", "sound")]
     return EnvironmentSpec(name="troubled", agent=trouble, train_tasks=rows, required_columns=("word",))

@@ -89,12 +89,15 @@ class Trial:
     def is_trainable(self) -> bool:
         """Whether some group has rewards that differ; where none has two to compare, whether nothing speaks against it.
 
-        One reward alone shows nothing, and rewards of several tasks that are all the same show that it is not.
+        One reward alone shows nothing, and rewards of several tasks that are all the same show that it is not. Groups
+        in which no rollout has a token do not count.
         """
-        compared = [group.rewards for group in self.groups if len(group.rewards) > 1]
+        judged = [group.rewards for group in self.groups if any(rollout.branches for rollout in group.finished)]
+        compared = [rewards for rewards in judged if len(rewards) > 1]
         if compared:
-            return any(_differ(rewards) for rewards in compared)
-        return len(self.rewards) == 1 or _differ(self.rewards)
+            return any(map(_differ, compared))
+        alone = [reward for rewards in judged for reward in rewards]
+        return len(alone) == 1 or _differ(alone)
 
 
 def _differ(rewards: Sequence[float]) -> bool:
@@ -120,7 +123,7 @@ def _group_text(group: TriedGroup, decode: Callable[[Sequence[int]], str], *, to
         lines += [conversation_lines(rollout), _indented(" · ".join([*_components(rollout), *_times(rollout)]))]
     for failure in group.failures:
         said = [] if failure.rollout is None else [conversation_lines(failure.rollout)]
-        lines += [*said, _indented(f"failed ({failure.reason}): {_first_line(failure.message)}")]
+        lines += [*said, _indented(f"failed ({failure.reason}): {_first_line(readable(failure.message))}")]
     return "\n".join(lines)
 
 
@@ -159,7 +162,7 @@ def _failures(trial: Trial) -> Iterator[str]:
     counts = Counter(failure.reason for failure in trial.failures)
     for reason, count in counts.items():
         first = next(failure for failure in trial.failures if failure.reason == reason)
-        yield f"{plural(count, 'failure')} of the kind {reason}; the first: {first.message}"
+        yield f"{plural(count, 'failure')} of the kind {reason}; the first: {readable(first.message)}"
 
 
 def _rewards(trial: Trial) -> Iterator[str]:
@@ -182,10 +185,14 @@ def _rewards(trial: Trial) -> Iterator[str]:
 
 def _replies(trial: Trial) -> Iterator[str]:
     of = f"of {plural(len(trial.finished), 'rollout')}"
-    if cut := sum(rollout.truncated for rollout in trial.finished):
+    most = trial.environment.sampling.max_tokens
+    cut = [_longest_reply(rollout) for rollout in trial.finished if rollout.truncated]
+    if at_most := sum(length >= most for length in cut):
+        yield f"{at_most} {of} had a reply cut at {most} tokens: raise rollouts.max_tokens, or reward what is brief"
+    if shorter := len(cut) - at_most:
         yield (
-            f"{cut} {of} had a reply cut at {trial.environment.sampling.max_tokens} tokens: raise rollouts.max_tokens, "
-            "or reward what is brief"
+            f"{shorter} {of} had a reply cut before rollouts.max_tokens = {most}: by the agent's own max_tokens, or "
+            "where the model's context ended"
         )
     if silent := sum(not rollout.branches for rollout in trial.finished):
         yield f"{silent} {of} never called policy.chat: there is no token to train on"
@@ -196,6 +203,11 @@ def _replies(trial: Trial) -> Iterator[str]:
             f"{plural(rewritten, 'turn')} rewrote the conversation's past, which begins another branch each time: "
             "append reply.message as it is"
         )
+
+
+def _longest_reply(rollout: Rollout) -> int:
+    """Its tokens."""
+    return max((end - start for branch in rollout.branches for start, end in branch.completion_spans), default=0)
 
 
 def _prompts(trial: Trial) -> Iterator[str]:
