@@ -292,10 +292,20 @@ def test_what_nests_too_deep_to_be_copied_is_told_where_it_stands(write, levels:
         load_settings("quickstart", ["--environment.args.rows", deep])
 
 
-def test_a_file_that_is_no_text_is_told(tmp_path: Path) -> None:
-    (tmp_path / "run.toml").write_bytes(b"\xff\xfe")
-    with pytest.raises(SettingsError, match="is not TOML"):
+@pytest.mark.parametrize("encoding", ["utf-16", "latin-1"])
+def test_a_file_that_is_not_utf_8_is_told_how_to_be_saved(tmp_path: Path, encoding: str) -> None:
+    (tmp_path / "run.toml").write_bytes(f"# für mich\n{MINIMAL}".encode(encoding))
+    with pytest.raises(SettingsError, match=r"run\.toml is not UTF-8, .*save it as UTF-8"):
         load_settings(str(tmp_path / "run.toml"))
+
+
+def test_a_file_that_begins_with_the_mark_of_windows_is_read_with_its_lines(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(f"seed = 3\n{MINIMAL}", encoding="utf-8-sig")
+    assert load_settings(str(path)).seed == 3
+    path.write_text(f"seed = 'three'\n{MINIMAL}", encoding="utf-8-sig")
+    with pytest.raises(SettingsError, match=r"run\.toml, line 1: seed"):
+        load_settings(str(path))
 
 
 def test_a_file_with_a_space_in_its_name_names_a_run(tmp_path: Path) -> None:

@@ -85,11 +85,13 @@ def read_settings_file(recipe: str) -> SettingsFile:
             known = f"Recipes: {', '.join(names)}. A file of your own ends in .toml"
             raise SettingsError(f"there is no recipe {recipe!r}{hint} {known}")
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # Windows begins files with a mark
         file = SettingsFile(str(path), tomllib.loads(text), find_lines(text))
     except OSError as error:
         raise SettingsError(f"cannot read the settings file {path}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UnicodeDecodeError as error:
+        raise SettingsError(f"{path} is not UTF-8, as TOML is: save it as UTF-8 ({error})") from error
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise SettingsError(f"{path} is not TOML: {error}") from error
     for name, value in file.table.items():
         begins = next((key for key in file.lines if key[0] == name), (name,))
