@@ -198,8 +198,9 @@ def test_what_is_wrong_is_told_with_its_place() -> None:
             tailrace.train(settings, changes)  # type: ignore[arg-type]
     with pytest.raises(SettingsError, match="on_step is 3; expected a function of one StepMetrics"):
         tailrace.train("quickstart", on_step=3)  # type: ignore[arg-type]
-    with pytest.raises(SettingsError, match="limit is 0"):
-        tailrace.evaluate("quickstart", limit=0)
+    for limit in (0, "3", 2.5, True):
+        with pytest.raises(SettingsError, match=f"limit is {limit!r}; it counts held-out tasks"):
+            tailrace.evaluate("quickstart", limit=limit)  # type: ignore[arg-type]
 
 
 def test_the_programs_logging_is_its_own_again_and_another_thread_may_train() -> None:

@@ -236,11 +236,14 @@ def test_figures_are_printed_even_where_saving_fails_in_the_end(capsys: pytest.C
     assert "--save: cannot write /dev/full: No space left on device" in printed.err
 
 
-def test_an_evaluation_makes_the_folders_of_what_it_saves_when_it_has_something(tmp_path: Path) -> None:
+def test_an_evaluation_makes_the_folders_of_what_it_saves_when_it_has_something(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     saved = tmp_path / "new" / "folder" / "rollouts.jsonl"
     assert main(["eval", "quickstart", "--save", str(saved), "--model.name", "./nowhere"]) == 2
     assert not list(tmp_path.iterdir())
     assert main(["eval", "quickstart", "--limit", "1", "--save", str(saved)]) == 0
+    assert re.search(r"^alphabet-sort: mean reward \d\.\d{3} over 1 held-out tasks", capsys.readouterr().out)
     assert len(saved.read_text().splitlines()) == 1
 
 

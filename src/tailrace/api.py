@@ -116,8 +116,8 @@ async def evaluate_async(
     save: str | os.PathLike[str] | None = None,
 ) -> dict[str, EnvironmentEvaluation]:
     """`evaluate`, from an async function or a notebook: `found = await tailrace.evaluate_async(...)`."""
-    if limit is not None and limit < 1:
-        raise SettingsError(f"limit is {limit}; it counts held-out tasks, so it must be 1 or above")
+    if limit is not None and not (type(limit) is int and limit >= 1):
+        raise SettingsError(f"limit is {limit!r:.80}; it counts held-out tasks, so it must be a whole number from 1 on")
     file = None if save is None else _path(save)
     evaluating.require_savable(file, "save")
     given = _Given(settings, changes)

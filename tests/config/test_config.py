@@ -270,10 +270,12 @@ def test_the_only_environment_is_called_as_the_command_line_calls_it() -> None:
         ("", r"environments is missing; write a table \[\[environments\]\] with name = .*--environment.name"),
         ("model = 'a'\n" + MINIMAL.replace("[model]", "[mode]"), r"line 1: model = 'a': it is a section.*--model.name"),
         (MINIMAL.replace("[[environments]]", "[environments]"), r"line 7: environments = .*\[\[environments\]\]"),
+        (MINIMAL.replace("[[environments]]", "[environment]"), r"line 7: .*did you mean \[\[environments\]\]\?"),
         (MINIMAL.replace('name = "alphabet-sort"', "weight = 1"), r"line 7: environment.name is missing"),
         ("carriage = 1\n" + MINIMAL, r"line 1: carriage is no setting; known here: .*trainer"),
         ("[generator]\nconnect = 5\n" + MINIMAL, r"generator.connect = 5: it is a list; write connect = \["),
         (MINIMAL.replace('name = "alphabet-sort"', 'name = "a"\ncolumns = "a"'), r"columns = 'a': it is a list; write"),
+        (f"name = '{'é' * 128}'\n{MINIMAL}", "line 1: name has 256 bytes, and a folder's may have 255"),
         ("name = '../up'\n" + MINIMAL, r"line 1: name = '../up' cannot name a folder; use letters"),
     ],
 )
@@ -452,10 +454,8 @@ def test_a_switch_in_place_of_a_value_is_told_as_the_file_or_the_program_writes_
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        *(
-            (["--trainer.learning_rate", rate], r"learning_rate = \S+: ")
-            for rate in ("inf", "nan", "-1e-4", "0", "1e4")
-        ),
+        *((["--trainer.learning_rate", rate], r"learning_rate = \S+: ") for rate in ("inf", "-1e-4", "0", "1e4")),
+        (["--trainer.learning_rate", "nan"], "trainer.learning_rate = nan: it must be a finite number"),
         (["--trainer.learning_rate", "Infinity"], "trainer.learning_rate = 'Infinity': "),
         (["--scheduling.max_failing_s", "inf"], "scheduling.max_failing_s = inf: it must be a finite number"),
         (["--environment.args.lengths", "[1, nan]"], "environment.args.lengths.1 = nan: it must be a finite number"),
@@ -669,7 +669,9 @@ def test_environments_that_are_no_tables_are_refused_whatever_edits_them(
 
 @pytest.mark.parametrize("index", ["²", "٣", pytest.param("9" * 5000, id="long"), "1"])
 def test_what_is_no_index_is_told(index: str) -> None:
-    with pytest.raises(SettingsError, match=f"^--environments.{index}.weight: '{index}' is no index into the 1 ent"):
+    with pytest.raises(
+        SettingsError, match=f"^--environments.{index}.weight: '{index}' is no index into the 1 entries there$"
+    ):
         load_settings("quickstart", [f"--environments.{index}.weight", "2"])
     assert load_settings("quickstart", [f"--environment.args.{index}", "2"]).environments[0].args[index] == 2
 

@@ -168,9 +168,10 @@ def _set(table: Any, path: tuple[str, ...], value: Any, full: Key) -> None:
         if isinstance(table, list):
             index = as_index(part)
             if not isinstance(index, int) or index >= len(table):
+                left_out = full[0] == "environments" and depth == 1 == len(table) and part.isidentifier()
                 raise SettingsError(
                     f"--{'.'.join(map(str, full))}: {part!r} is no index into the {len(table)} entries there"
-                    + (f"; write environment.{part} for that of the only one" if full[0] == "environments" else "")
+                    + (f"; write environment.{part} for that of the only one" if left_out else "")
                 )
         elif isinstance(table, dict):
             index = part

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -142,6 +143,8 @@ class _ProblemFormatter:
             case "string_pattern_mismatch" if key == ("name",):
                 allowed = "use letters, digits, `_`, `-` and `.`, and begin with one of the first three"
                 return f"{self.name(key)} = {problem['input']!r} cannot name a folder; {allowed}"
+            case _ if isinstance(problem["input"], float) and math.isnan(problem["input"]):
+                return f"{self.name(key)} = nan: {_NO_NUMBER}"
             case _:
                 message = problem["msg"][0].lower() + problem["msg"][1:]
                 return f"{self.name(key)} = {_shown(problem)}: {message}"
@@ -177,6 +180,7 @@ class _ProblemFormatter:
         known = f"known {'in ' + self.name(key[:-1]) if key[:-1] else 'here'}: {', '.join(names)}"
         given = [one for one in self.given.overridden if one[: len(key)] == key]
         what = f"setting of {place.part}" if place.is_tag else "setting"
+        meant = "[[environments]]" if meant == "environments" else meant
         hint = f"did you mean {meant}?" if meant else known
         return f"{self.name(min(given, default=key, key=len))} is no {what}; {hint}"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from tailrace.config.contradictions import Contradictions, find_contradictions
 from tailrace.config.gateway import GatewaySettings
@@ -16,6 +16,9 @@ from tailrace.rollouts.settings import RolloutSettings
 from tailrace.scheduling.settings import EvaluationSettings, Schedule, SchedulingSettings
 from tailrace.training.settings.trainer import TrainerSettings
 from tailrace.transport.settings import TransportSettings
+
+_LONGEST_NAME = 255
+"""Bytes that file systems have for the name of a folder."""
 
 
 class RunSettings(BaseModel):
@@ -72,6 +75,13 @@ class RunSettings(BaseModel):
     restarts: RestartSettings = Field(default_factory=RestartSettings)
     shutdown: ShutdownSettings = Field(default_factory=ShutdownSettings)
     observability: ObservabilitySettings = Field(default_factory=ObservabilitySettings)
+
+    @field_validator("name")
+    @classmethod
+    def _names_a_folder(cls, name: str) -> str:
+        if (size := len(name.encode())) > _LONGEST_NAME:
+            raise ValueError(f"name has {size} bytes, and a folder's may have {_LONGEST_NAME}: choose a shorter one")
+        return name
 
     @property
     def max_staleness(self) -> int:

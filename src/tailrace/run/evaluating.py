@@ -15,6 +15,7 @@ from tailrace.output_files import require_writable, writing_to
 from tailrace.records import Json, Rollout
 from tailrace.reporting.conversations import conversation_lines
 from tailrace.reporting.evaluation_figures import EVALUATED
+from tailrace.reporting.formats import NOTHING
 from tailrace.reporting.rollout_records import RolloutEntry, encode_line, rollout_record
 from tailrace.rollouts import LoadedEnvironment
 from tailrace.run.engines import require_engine
@@ -108,7 +109,9 @@ def _line(model: str, evaluation: EnvironmentEvaluation) -> str:
 
 
 def _mean(result: EvaluationResult) -> str:
-    return f"{result.mean_reward:.3f} ± {result.standard_error:.3f}"
+    """Without what too few rewards do not tell."""
+    error = f" ± {result.standard_error:.3f}" if len(result.rewards) > 1 else ""
+    return f"{result.mean_reward:.3f}{error}" if result.rewards else NOTHING
 
 
 def evaluation_samples(evaluations: list[EnvironmentEvaluation], count: int) -> str:
