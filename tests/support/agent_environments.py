@@ -66,6 +66,13 @@ async def misbehave(behave: str, policy: Policy, reply: Reply) -> dict[str, Json
             sys.exit(3)
         case "interrupt":
             raise KeyboardInterrupt
+        case "panic":
+            raise Panic("of native code")
+        case "panic in parallel":
+            async with asyncio.TaskGroup() as turns:
+                turns.create_task(panic())
+        case "break its worker":
+            break_sending()
         case "exit in a task":
             await asyncio.ensure_future(leave())
         case "print":
@@ -93,12 +100,36 @@ async def misbehave(behave: str, policy: Policy, reply: Reply) -> dict[str, Json
             return {"array": np.arange(3), "number": np.float32(0.5)}
         case "unserializable":
             return {"it": object()}
+        case "fails to convert":
+            return {"it": Unconvertible()}
         case "rewrite":
             await policy.chat([{"role": "user", "content": "something else"}])
         case "columns":
             policy.set_column(reply, "weights", np.full((reply.completion.num_tokens, 2), 0.5))
             policy.demonstrate([{"role": "user", "content": "go"}, {"role": "assistant", "content": "well"}])
     return {}
+
+
+class Panic(BaseException):
+    """As extension modules raise it: no `Exception`."""
+
+
+async def panic() -> None:
+    raise Panic("in a task")
+
+
+class Unconvertible:
+    def tolist(self) -> Json:
+        raise RuntimeError("has no storage")
+
+
+def break_sending() -> None:
+    """As a defect of Tailrace's own would."""
+
+    def place_nothing(writer: BranchWriter, branches: list[BranchData]) -> Placed | None:
+        raise RuntimeError("a defect")
+
+    BranchWriter.place = place_nothing  # type: ignore[method-assign]
 
 
 def damage_next_branches() -> None:
@@ -153,6 +184,8 @@ async def grade(task: Task, messages: list[Message]) -> float:
             raise ZeroDivisionError("of the reward")
         case "exit in the reward":
             sys.exit(5)
+        case "panic in the reward":
+            raise Panic("of the reward")
     return 0.75
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import traceback
 from collections.abc import Iterator
 from types import TracebackType
@@ -28,7 +29,8 @@ _MISTAKES = (KeyError, AttributeError, NameError, TypeError, ImportError, DataEr
 class attribute_errors:
     """Turn what users' code raises into `failure` naming the task; let our own errors pass.
 
-    An attempt to end the process (`sys.exit`) is a failure too. `KeyboardInterrupt` passes: here a user may mean it.
+    So is all that is no `Exception`, as `sys.exit` and a panic of native code raise, except what cancels or ends a
+    coroutine, and `KeyboardInterrupt`: here a user may mean it.
     """
 
     __slots__ = ("_failure", "_task")
@@ -42,21 +44,21 @@ class attribute_errors:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None:
+        if error is None or isinstance(error, (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt)):
             return
         if isinstance(error, RolloutError):
             if self._task.task_id in str(error):
                 return
             raise error.saying(_encodable(f"task {self._task.task_id}: {error}")) from error
-        if isinstance(error, Exception) and not isinstance(error, (*_OURS, ErrorBudgetSpent)):
-            self._attribute(error)
         if isinstance(error, SystemExit):
             raise exit_refused(error, self._task, self._failure) from error
+        if not isinstance(error, (*_OURS, ErrorBudgetSpent)):
+            self._attribute(error)
 
-    def _attribute(self, error: Exception) -> NoReturn:
-        if isinstance(error, ExceptionGroup) and (ours := _first_of_ours(error)) is not None:
+    def _attribute(self, error: BaseException) -> NoReturn:
+        if isinstance(error, BaseExceptionGroup) and (ours := _first_of_ours(error)) is not None:
             raise ours from error
-        cause: BaseException = error
+        cause = error
         while isinstance(cause, BaseExceptionGroup) and len(cause.exceptions) == 1:
             cause = cause.exceptions[0]
         where = "".join(traceback.format_exception(error)).rstrip()
@@ -80,10 +82,10 @@ def exit_refused(error: BaseException, task: Task, failure: type[RolloutError]) 
     return failure(f"task {task.task_id}: users' code raised {error!r}, which ends no run")
 
 
-def _first_of_ours(group: ExceptionGroup[Exception]) -> Exception | None:
+def _first_of_ours(group: BaseExceptionGroup[BaseException]) -> Exception | None:
     """The first in the order of `_OURS` among the errors that an agent's parallel turns raised."""
-    raised = list(leaves_of(group))
-    return next((error for kind in _OURS for error in raised if isinstance(error, kind)), None)
+    found = (group.subgroup(kind) for kind in _OURS)
+    return next((next(leaves_of(part)) for part in found if part is not None), None)
 
 
 def leaves_of(error: Exception) -> Iterator[Exception]:

@@ -55,6 +55,10 @@ async def test_a_worker_that_ends_costs_what_it_held_and_is_replaced(
     [
         ("sys.exit", r"users' code raised SystemExit\(3\)"),
         ("interrupt", r"users' code raised KeyboardInterrupt\(\)"),
+        ("panic", r"Panic: of native code"),
+        ("panic in parallel", r"Panic: in a task"),
+        ("panic in the reward", r"Panic: of the reward"),
+        ("fails to convert", r"what the rollout reported: has no storage"),
         ("exit in a task", r"users' code raised SystemExit\(4\)"),
         ("exit in the reward", r"users' code raised SystemExit\(5\)"),
         ("raise in the reward", r"ZeroDivisionError: of the reward"),
@@ -74,6 +78,12 @@ async def test_an_exit_that_python_raises_costs_its_own_rollout_alone(
         with pytest.raises(EnvironmentFailed, match=f"graded/train/0: .*{message}"):
             raise lost
         assert run.agents.flush_figures()[0].restarts == 0
+
+
+async def test_a_worker_that_cannot_tell_what_came_of_a_rollout_says_so(renderer: ChatRenderer) -> None:
+    async with Run(renderer) as run:
+        with pytest.raises(LifecycleError, match="an agent worker failed: RuntimeError: a defect"):
+            await run.rollout("break its worker")
 
 
 async def test_a_copy_that_users_code_forked_neither_plays_nor_speaks(renderer: ChatRenderer) -> None:
@@ -186,10 +196,20 @@ def pid_of(rollout: Rollout) -> float:
     return rollout.reward.components["pid"]
 
 
-async def test_an_exit_on_the_loop_itself_costs_one_rollout(renderer: ChatRenderer) -> None:
+@pytest.mark.parametrize(
+    ("behave", "message"),
+    [
+        ("sys.exit", r"users' code raised SystemExit\(3\)"),
+        ("panic", "Panic: of native code"),
+        ("panic in parallel", "Panic: in a task"),
+    ],
+)
+async def test_what_is_no_exception_costs_one_rollout_on_the_loop_itself(
+    renderer: ChatRenderer, behave: str, message: str
+) -> None:
     async with Run(renderer, workers=0) as run:
-        with pytest.raises(EnvironmentFailed, match=r"agents/train/0: users' code raised SystemExit\(3\)"):
-            await run.rollout("sys.exit")
+        with pytest.raises(EnvironmentFailed, match=f"agents/train/0: {message}"):
+            await run.rollout(behave)
         assert (await run.rollout()).turns == 2
 
 

@@ -18,8 +18,9 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -43,6 +44,7 @@ from tailrace.rollouts.agent_workers.messages import (
     Play,
     Played,
     Ready,
+    Report,
     RolloutReport,
     Score,
     Scored,
@@ -239,9 +241,9 @@ class AgentWorkerProcess:
             case Hello():
                 self._hello.set_result(order)
             case Play():
-                self._begin(order.rollout_id, order.number, self._play(order))
+                self._begin(order.rollout_id, order.number, self._play(order), partial(_lost_rollout, order))
             case Score():
-                self._begin(order.key, order.number, self._score(order))
+                self._begin(order.key, order.number, self._score(order), partial(_lost_score, order))
             case Cancel():
                 if (running := self._running.get(order.key)) is not None:
                     running.cancel()
@@ -252,10 +254,17 @@ class AgentWorkerProcess:
             case _:
                 self._generate.answered(order)
 
-    def _begin(self, key: str, number: int, work: Coroutine[Any, Any, None]) -> None:
+    def _begin(self, key: str, number: int, work: Coroutine[Any, Any, None], lost: Callable[[Failure], Report]) -> None:
         """In the context of the recording of phases; that of the connection is older."""
         task = self._running[key] = asyncio.create_task(work, name=key, context=context_of(number, self._context))
-        task.add_done_callback(lambda _: self._running.pop(key, None))
+        task.add_done_callback(partial(self._ended, key, lost))
+
+    def _ended(self, key: str, lost: Callable[[Failure], Report], task: asyncio.Task[None]) -> None:
+        """Say so where it could not say itself what came of it, which is waited for."""
+        self._running.pop(key, None)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _logger.error("%s could not be reported", key, exc_info=error)
+            self._connection.send(lost(Failure.of(error)))
 
     async def _score(self, order: Score) -> None:
         """Score a group; say what came of it, whatever that is."""
@@ -370,6 +379,23 @@ class AgentWorkerProcess:
             failure=failure,
             score_failure=outcome.score_failure,
         )
+
+
+def _lost_rollout(order: Play, failure: Failure) -> Played:
+    """What it has sampled is not known."""
+    return Played(
+        rollout_id=order.rollout_id,
+        branches=[],
+        placed=None,
+        turns=0,
+        truncated=False,
+        report=pack_rollout_report(RolloutReport([], {}, None, None)),
+        failure=failure,
+    )
+
+
+def _lost_score(order: Score, failure: Failure) -> Scored:
+    return Scored(key=order.key, judge=JudgeUsage(), failure=failure)
 
 
 async def _uninterrupted(

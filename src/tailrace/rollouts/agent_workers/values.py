@@ -31,7 +31,7 @@ def pack_values(values: object, what: str) -> bytes:
     """
     try:
         return _ENCODER.encode(values)
-    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+    except Exception as error:  # values are asked to convert themselves, which is users' code
         raise EnvironmentFailed(f"{what}: {error}") from error
 
 
