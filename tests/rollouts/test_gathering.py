@@ -322,6 +322,17 @@ def test_a_count_of_failed_rollouts_is_tolerated_and_their_groups_are_smaller() 
     assert len(raised.value.exceptions) == 3
 
 
+def test_a_rollout_that_reports_what_is_no_dict_is_one_that_failed() -> None:
+    async def play(rollout: Rollout) -> Reward:
+        return Reward(1.0, columns="note" if place_of(rollout) == 1 else {})  # type: ignore[arg-type]
+
+    counts = tailrace.GroupCounts()
+    budget = ErrorBudget(max_count=1)
+    (group,) = run_in_virtual_time(gather_groups(play, rows(1), group_size=3, rollout_errors=budget, counts=counts))
+    assert [place_of(rollout) for rollout in group.rollouts] == [0, 2]
+    assert counts.rollouts_failed == 1
+
+
 def test_a_share_is_judged_after_the_first_twenty_and_when_all_is_over() -> None:
     async def gather(*failing: int, tasks: int) -> list[Group]:
         budget = ErrorBudget(max_share=0.1)

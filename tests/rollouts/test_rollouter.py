@@ -181,6 +181,39 @@ async def test_a_reward_that_is_no_finite_number_costs_the_rollout(renderer: Cha
         await run(renderer, spec_of(agent))
 
 
+@pytest.mark.parametrize(
+    ("bad", "field"),
+    [
+        (AgentResult(1.0, info="note"), "AgentResult.info is 'note'"),  # type: ignore[arg-type]
+        (AgentResult(1.0, info=None), "AgentResult.info is None"),  # type: ignore[arg-type]
+        (AgentResult(1.0, metrics=[1.0]), r"AgentResult.metrics is \[1.0\]"),  # type: ignore[arg-type]
+        (Reward(1.0, columns="x"), "Reward.columns is 'x'"),  # type: ignore[arg-type]
+        (Reward(1.0, components=None), "Reward.components is None"),  # type: ignore[arg-type]
+    ],
+)
+async def test_what_comes_with_a_reward_and_is_no_dict_costs_the_rollout(
+    renderer: ChatRenderer, bad: object, field: str
+) -> None:
+    async def agent(task: Task, policy: Policy) -> object:
+        await ask(task, policy)
+        return bad
+
+    async def score_group(group: Group) -> Group:
+        group.rollouts[0].reward = bad  # type: ignore[assignment]
+        return group
+
+    async def score_each(group: Group) -> list[object]:
+        return [bad for _ in group.rollouts]
+
+    with pytest.raises(InvalidReward, match=f"task own/train/0: {field}"):
+        await run(renderer, spec_of(agent))
+    for score in (score_group, score_each):
+        if score is score_each and isinstance(bad, Reward):
+            continue
+        with pytest.raises(InvalidReward, match=f"task own/train/0: {field}"):
+            await TestScoringAGroup().score(renderer, score)
+
+
 async def test_what_an_agent_raises_names_the_task_and_the_line(renderer: ChatRenderer) -> None:
     async def agent(task: Task, policy: Policy) -> float:
         raise KeyError("oh")

@@ -7,7 +7,7 @@ of a number. An exception never becomes a number.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import cast
@@ -45,14 +45,25 @@ class AgentResult:
 def as_agent_result(returned: object) -> AgentResult:
     """Whatever an agent, reward function or `play` returned. Its numbers are checked where the reward is set.
 
+    Raises `InvalidReward` where what comes with the reward is no mapping.
+
     >>> as_agent_result(0.5), as_agent_result(None).reward, as_agent_result(Reward(1.0)).reward
     (AgentResult(reward=0.5, metrics={}, info={}), None, 1.0)
     """
     if isinstance(returned, AgentResult):
+        _require_mapping(returned.metrics, "AgentResult.metrics")
+        _require_mapping(returned.info, "AgentResult.info")
         return returned
     if isinstance(returned, Reward):
+        _require_mapping(returned.components, "Reward.components")
+        _require_mapping(returned.columns, "Reward.columns")
         return AgentResult(returned.value, returned.components, returned.columns)
     return AgentResult(cast(float | None, returned))
+
+
+def _require_mapping(value: object, field_name: str) -> None:
+    if not isinstance(value, Mapping):
+        raise InvalidReward(f"{field_name} is {value!r:.200} ({type(value).__name__}); it must be a dict")
 
 
 def finite_number(value: object, what: str) -> float:

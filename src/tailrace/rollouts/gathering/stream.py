@@ -213,6 +213,7 @@ class _Gathering:
                     counts.rollouts_started += 1
                     rollout.started_s = self._clock()
                     returned = await self.play(rollout)
+                    result = None if returned is None else as_agent_result(returned)
                     rollout.ended_s = self._clock()
             except Exception as error:  # noqa: BLE001  user code may raise anything; the error budget says what it costs
                 counts.rollouts_failed += 1
@@ -220,16 +221,15 @@ class _Gathering:
                 return None
             counts.rollouts_finished += 1
             counts.rollouts_s += rollout.ended_s - rollout.started_s
-            return await self._rewarded(rollout, returned)
+            return await self._rewarded(rollout, result)
 
-    async def _rewarded(self, rollout: Rollout, returned: AgentResult | Reward | float | None) -> Rollout | None:
-        if self.reward is None and returned is None:
+    async def _rewarded(self, rollout: Rollout, reported: AgentResult | None) -> Rollout | None:
+        result = reported if self.reward is None else AgentResult()
+        if result is None:
             return rollout
-        try:
-            if self.reward is None:  # a reward that is missing fails with its group
-                await self.scorer.score_rollout(rollout, as_agent_result(returned), is_group_scored=True)
-            else:
-                await self.scorer.score_rollout(rollout, AgentResult(), self._call_reward)
+        score = None if self.reward is None else self._call_reward
+        try:  # a reward that is missing fails with its group
+            await self.scorer.score_rollout(rollout, result, score, is_group_scored=score is None)
         except Exception as error:
             if not self.scorer.has_counted(error):
                 raise

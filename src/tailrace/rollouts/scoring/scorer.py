@@ -23,6 +23,7 @@ from tailrace.environments import AgentResult, ScoreGroup
 from tailrace.environments.results import as_agent_result, finite_number
 from tailrace.errors import InvalidReward, ScoringFailed
 from tailrace.records import Group, Reward, Rollout, RolloutId
+from tailrace.rollouts.attribution import attribute_errors
 from tailrace.rollouts.error_budget import RAISE, ErrorBudget, ErrorTally
 
 ScoreRollout: TypeAlias = Callable[[Rollout, AgentResult], Awaitable[AgentResult]]
@@ -138,7 +139,8 @@ class Scorer:
         for group in groups:
             for rollout in group.rollouts:
                 if rollout.reward is not None:
-                    rollout.reward = _checked(as_agent_result(rollout.reward), rollout)
+                    with attribute_errors(rollout.task):
+                        rollout.reward = _checked(as_agent_result(rollout.reward), rollout)
                 elif not self._keeps_unscored:
                     raise InvalidReward(
                         f"{_of(rollout)} is missing; return it from the agent, its observations or `reward`"
@@ -178,7 +180,7 @@ async def _run_stages(group: Group, stages: Sequence[ScoreGroup], members: Seque
             )
         for rollout, result in zip(members, returned, strict=True):
             if result.reward is not None:
-                merged = result.over(as_agent_result(rollout.reward))
+                merged = as_agent_result(result).over(as_agent_result(rollout.reward))
                 rollout.reward = Reward(result.reward, merged.metrics, merged.info)
     return group
 
