@@ -224,6 +224,41 @@ async def test_what_an_agent_raises_names_the_task_and_the_line(renderer: ChatRe
     assert raised.value.reason == "environment_failed"
 
 
+class Speechless(ConnectionError):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+class SpeechlessShop(EnvironmentFailed):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+@pytest.mark.parametrize("error", [Speechless(), SpeechlessShop()])
+async def test_an_error_that_cannot_say_what_it_is_costs_its_rollout_alone(
+    renderer: ChatRenderer, error: Exception
+) -> None:
+    async def agent(task: Task, policy: Policy) -> float:
+        raise error
+
+    with pytest.raises(EnvironmentFailed, match=r"task own/train/0: .*<its text cannot be had: RuntimeError>"):
+        await run(renderer, spec_of(agent))
+
+
+async def test_a_reward_that_fails_to_become_a_number_names_its_task(renderer: ChatRenderer) -> None:
+    class OnNoDevice:
+        ndim = 0
+
+        def item(self) -> float:
+            raise RuntimeError("no data")
+
+    async def agent(task: Task, policy: Policy) -> object:
+        return OnNoDevice()
+
+    with pytest.raises(EnvironmentFailed, match="task own/train/0: RuntimeError: no data"):
+        await run(renderer, spec_of(agent))
+
+
 class ShopClosed(EnvironmentFailed):
     reason = "shop_closed"
 

@@ -82,6 +82,8 @@ async def misbehave(behave: str, policy: Policy, reply: Reply) -> dict[str, Json
             await policy.chat([{"role": "user", "content": "go"}], max_tokens=3 / 2)  # type: ignore[arg-type]
         case "raise":
             raise ZeroDivisionError("of the user")
+        case "raise what has no text":
+            raise Speechless
         case "raise half a character":
             raise ValueError("\ud83d")
         case "wait":
@@ -116,6 +118,11 @@ class Panic(BaseException):
 
 async def panic() -> None:
     raise Panic("in a task")
+
+
+class Speechless(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
 
 
 class Unconvertible:

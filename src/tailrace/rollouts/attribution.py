@@ -47,9 +47,9 @@ class attribute_errors:
         if error is None or isinstance(error, (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt)):
             return
         if isinstance(error, RolloutError):
-            if self._task.task_id in str(error):
+            if self._task.task_id in (said := text_of(error)):
                 return
-            raise error.saying(_encodable(f"task {self._task.task_id}: {error}")) from error
+            raise error.saying(_encodable(f"task {self._task.task_id}: {said}")) from error
         if isinstance(error, SystemExit):
             raise exit_refused(error, self._task, self._failure) from error
         if not isinstance(error, (*_OURS, ErrorBudgetSpent)):
@@ -62,9 +62,19 @@ class attribute_errors:
         while isinstance(cause, BaseExceptionGroup) and len(cause.exceptions) == 1:
             cause = cause.exceptions[0]
         where = "".join(traceback.format_exception(error)).rstrip()
-        failed = self._failure(_encodable(f"task {self._task.task_id}: {type(cause).__name__}: {cause}\n{where}"))
+        failed = self._failure(
+            _encodable(f"task {self._task.task_id}: {type(cause).__name__}: {text_of(cause)}\n{where}")
+        )
         failed.is_mistake = is_mistake(cause)
         raise failed from error
+
+
+def text_of(error: BaseException) -> str:
+    """What it says; users' own classes may fail to say anything."""
+    try:
+        return str(error)
+    except Exception as failure:  # noqa: BLE001 - what is told of is the error itself
+        return f"<its text cannot be had: {type(failure).__name__}>"
 
 
 def _encodable(text: str) -> str:

@@ -62,6 +62,7 @@ async def test_a_worker_that_ends_costs_what_it_held_and_is_replaced(
         ("exit in a task", r"users' code raised SystemExit\(4\)"),
         ("exit in the reward", r"users' code raised SystemExit\(5\)"),
         ("raise in the reward", r"ZeroDivisionError: of the reward"),
+        ("raise what has no text", "Speechless: <its text cannot be had: RuntimeError>"),
         ("raise half a character", r"ValueError: \\ud83d"),
         ("ask for half a token", r"TypeError: chat\(max_tokens=1.5\) takes whole numbers"),
     ],

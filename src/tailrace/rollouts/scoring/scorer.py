@@ -139,18 +139,20 @@ class Scorer:
         for group in groups:
             for rollout in group.rollouts:
                 if rollout.reward is not None:
-                    with attribute_errors(rollout.task):
-                        rollout.reward = _checked(as_agent_result(rollout.reward), rollout)
+                    rollout.reward = _checked(rollout.reward, rollout)
                 elif not self._keeps_unscored:
                     raise InvalidReward(
                         f"{_of(rollout)} is missing; return it from the agent, its observations or `reward`"
                     )
 
 
-def _checked(result: AgentResult, rollout: Rollout) -> Reward:
+def _checked(returned: object, rollout: Rollout) -> Reward:
+    """Of whatever `as_agent_result` takes; its values may fail to become numbers or text."""
     what = _of(rollout)
-    metrics = {name: finite_number(part, f"{what}, component {name!r},") for name, part in result.metrics.items()}
-    return Reward(finite_number(result.reward, what), components=metrics, columns=dict(result.info))
+    with attribute_errors(rollout.task):
+        result = as_agent_result(returned)
+        metrics = {name: finite_number(part, f"{what}, component {name!r},") for name, part in result.metrics.items()}
+        return Reward(finite_number(result.reward, what), components=metrics, columns=dict(result.info))
 
 
 def _of(rollout: Rollout) -> str:

@@ -22,7 +22,7 @@ from tailrace.environments.programs import CommandAgent
 from tailrace.environments.protocol import end_early, read_attributes, require_observation
 from tailrace.environments.results import as_agent_result
 from tailrace.records import Json
-from tailrace.rollouts.attribution import is_mistake
+from tailrace.rollouts.attribution import is_mistake, text_of
 from tailrace.rollouts.workers.messages import (
     LENGTH_BYTES,
     Answer,
@@ -111,7 +111,7 @@ class RolloutWorker:
 def failure(error: Exception) -> Answer:
     """An answer with what was raised, and where."""
     trace = "".join(traceback.format_exception(error)).rstrip()
-    return Answer(failure=f"{type(error).__name__}: {error}\n{trace}", is_mistake=is_mistake(error))
+    return Answer(failure=f"{type(error).__name__}: {text_of(error)}\n{trace}", is_mistake=is_mistake(error))
 
 
 def main() -> None:
