@@ -22,6 +22,7 @@ Each message says what was found, what was expected and what to do about it, and
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Self
 
 
 class TailraceError(Exception):
@@ -67,7 +68,12 @@ class RolloutError(TailraceError):
     is_blameless = False
     """Whether another rollout is to blame: this one is tried again, and uses up none of its retries."""
     is_mistake = False
-    """Whether users' code raised what wrong code does, and what it calls being away hardly ever."""
+    """Whether users' code did what wrong code does, and what it calls being away hardly ever brings about."""
+
+    def as_mistake(self) -> Self:
+        """This very error, of code that was never right."""
+        self.is_mistake = True
+        return self
 
     def saying(self, message: str) -> RolloutError:
         """Another one of the same known kind, which says this."""

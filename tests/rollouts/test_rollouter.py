@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -13,6 +14,7 @@ from tailrace.errors import (
     EnvironmentFailed,
     InvalidReward,
     RequestRefused,
+    RolloutError,
     RolloutTimeout,
     ScoringFailed,
     SettingsError,
@@ -297,6 +299,39 @@ async def test_what_an_outage_brings_about_is_no_mistake(renderer: ChatRenderer,
     assert not raised.value.is_mistake
 
 
+async def empty_chat(task: Task, policy: Policy) -> float:
+    await policy.chat([])
+    return 1.0
+
+
+async def leaves(task: Task, policy: Policy) -> float:
+    sys.exit(1)
+
+
+async def returns_nothing(task: Task, policy: Policy) -> None:
+    await ask(task, policy)
+
+
+async def returns_text(task: Task, policy: Policy) -> str:
+    return "1.0"
+
+
+async def returns_infinity(task: Task, policy: Policy) -> float:
+    return float("inf")
+
+
+@pytest.mark.parametrize(
+    ("agent", "is_mistake"),
+    [(empty_chat, True), (leaves, True), (returns_nothing, True), (returns_text, True), (returns_infinity, False)],
+)
+async def test_what_only_wrong_code_does_is_a_mistake(
+    renderer: ChatRenderer, agent: Callable[..., object], is_mistake: bool
+) -> None:
+    with pytest.raises(RolloutError) as raised:
+        await run(renderer, spec_of(agent))
+    assert raised.value.is_mistake is is_mistake
+
+
 async def test_a_rollout_that_outlives_its_time_limit_is_lost_and_says_where(renderer: ChatRenderer) -> None:
     async def sleepy_reward(task: Task, messages: list[Message]) -> float:
         await asyncio.Event().wait()
@@ -345,8 +380,11 @@ async def test_an_environment_that_returns_no_observation_is_told(renderer: Chat
             return 0.5  # type: ignore[return-value]
 
     spec = EnvironmentSpec(name="wrong", environment=Wrong, train_tasks=ROWS)
-    with pytest.raises(EnvironmentFailed, match=r"wrong/train/0: reset and step return an Observation.*a float"):
+    with pytest.raises(
+        EnvironmentFailed, match=r"wrong/train/0: reset and step return an Observation.*a float"
+    ) as raised:
         await run(renderer, spec)
+    assert raised.value.is_mistake
 
 
 async def test_untrusted_synchronous_code_needs_settings_to_be_made_again_from(renderer: ChatRenderer) -> None:

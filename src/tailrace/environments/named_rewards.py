@@ -110,7 +110,9 @@ def checked_values(returned: object, count: int, name: str) -> list[float | None
     values = returned.tolist() if hasattr(returned, "tolist") else returned
     if not isinstance(values, list | tuple) or len(values) != count:
         what = f"{len(values)} values" if isinstance(values, list | tuple) else f"a {type(returned).__name__}"
-        raise InvalidReward(f"reward function {name!r} returned {what} for {count} completions; it returns a list")
+        raise InvalidReward(
+            f"reward function {name!r} returned {what} for {count} completions; it returns a list"
+        ).as_mistake()
     what = f"a value of reward function {name!r}"
     return [None if value is None else finite_number(value, what) for value in values]
 

@@ -363,7 +363,7 @@ def require_observation(returned: object) -> Observation:
     if not isinstance(returned, Observation):
         raise EnvironmentFailed(
             f"reset and step return an Observation; this environment returned a {type(returned).__name__}"
-        )
+        ).as_mistake()
     return returned
 
 

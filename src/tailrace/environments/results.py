@@ -63,7 +63,7 @@ def as_agent_result(returned: object) -> AgentResult:
 
 def _require_mapping(value: object, field_name: str) -> None:
     if not isinstance(value, Mapping):
-        raise InvalidReward(f"{field_name} is {value!r:.200} ({type(value).__name__}); it must be a dict")
+        raise InvalidReward(f"{field_name} is {value!r:.200} ({type(value).__name__}); it must be a dict").as_mistake()
 
 
 def finite_number(value: object, what: str) -> float:
@@ -76,7 +76,7 @@ def finite_number(value: object, what: str) -> float:
         return value
     number = value.item() if hasattr(value, "item") and getattr(value, "ndim", None) == 0 else value
     if not isinstance(number, Real):
-        raise InvalidReward(f"{what} is {value!r:.200} ({type(value).__name__}); it must be a number")
+        raise InvalidReward(f"{what} is {value!r:.200} ({type(value).__name__}); it must be a number").as_mistake()
     try:
         result = float(number)
     except OverflowError:

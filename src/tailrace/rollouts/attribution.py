@@ -83,13 +83,13 @@ def _encodable(text: str) -> str:
 
 
 def is_mistake(error: BaseException) -> bool:
-    """Whether it is one that wrong code raises, and what is away or slow seldom brings about."""
-    return isinstance(error, _MISTAKES)
+    """Whether wrong code brings it about, and what is away or slow seldom does."""
+    return error.is_mistake if isinstance(error, RolloutError) else isinstance(error, _MISTAKES)
 
 
 def exit_refused(error: BaseException, task: Task, failure: type[RolloutError]) -> RolloutError:
     """The `failure` of users' code that tried to end its process."""
-    return failure(f"task {task.task_id}: users' code raised {error!r}, which ends no run")
+    return failure(f"task {task.task_id}: users' code raised {error!r}, which ends no run").as_mistake()
 
 
 def _first_of_ours(group: BaseExceptionGroup[BaseException]) -> Exception | None:

@@ -129,6 +129,7 @@ async def test_rollouts_beside_a_killed_one_are_rebuilt_where_they_were(renderer
         ("well", ["die"], EnvironmentFailed, r"step of the environment ended its worker process \(status 3\)"),
         ("well", ["raise"], EnvironmentFailed, "(?s)ZeroDivisionError: of the user.*untrusted_environments.py"),
         ("well", ["unserializable"], EnvironmentFailed, "a object cannot leave a worker process"),
+        ("well", ["no observation"], EnvironmentFailed, "reset and step return an Observation"),
         ("well", ["not a number"], InvalidReward, "a step's reward is 'much'"),
     ],
 )
@@ -139,7 +140,7 @@ async def test_an_environment_that_fails_costs_its_rollout_and_the_next_one_runs
         with pytest.raises(error, match=message) as raised:
             await run.rollout("counting", behave, replies or ["a"])
         assert "counting/train/0" in str(raised.value)
-        assert raised.value.is_mistake == ("unserializable" in replies)  # a TypeError
+        assert raised.value.is_mistake == (not {"unserializable", "no observation", "not a number"}.isdisjoint(replies))
         assert (await run.rollout("counting")).reward is not None
     assert children() == []
 

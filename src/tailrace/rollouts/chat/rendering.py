@@ -196,13 +196,13 @@ class ChatRenderer(Renderer):
         from jinja2 import TemplateError
 
         if not messages:
-            raise EnvironmentFailed("the conversation is empty; chat() needs at least one message")
+            raise EnvironmentFailed("the conversation is empty; chat() needs at least one message").as_mistake()
         try:
             return as_token_ids((self._family or self._template).render(messages, _envelopes(tools)))
         except (TemplateError, ValueError, KeyError, TypeError) as error:
             raise EnvironmentFailed(
                 f"the chat template of {self.tokenizer.name_or_path} refuses this conversation: {error}"
-            ) from error
+            ).as_mistake() from error
 
     @override
     def bridge(

@@ -143,7 +143,7 @@ class Scorer:
                 elif not self._keeps_unscored:
                     raise InvalidReward(
                         f"{_of(rollout)} is missing; return it from the agent, its observations or `reward`"
-                    )
+                    ).as_mistake()
 
 
 def _checked(returned: object, rollout: Rollout) -> Reward:
@@ -239,5 +239,5 @@ def _as_groups(returned: object, group: Group) -> Sequence[Group]:
         raise ScoringFailed(
             f"task {group.task.task_id}: score_group returned a {type(returned).__name__}{held}; "
             "it returns a Group, a list of them, one AgentResult per rollout, or None"
-        )
+        ).as_mistake()
     return groups
