@@ -50,6 +50,23 @@ def test_eval_tasks_are_given_or_held_out_never_both() -> None:
         EnvironmentSpec(name="unsure", agent=agent, eval_tasks=[{"n": 1}], held_out=2)
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"agent": "my:agent"}, r"`agent` is 'my:agent' \(str\); it must be a function"),
+        ({"environment": Counter()}, r"`environment` is .* \(Counter\); .* give the class itself"),
+        ({"agent": agent, "reward": 5}, r"`reward` is 5 \(int\); it must be a function"),
+        ({"agent": agent, "rewards": {"right": agent}}, r"`rewards\['right'\]` is .* NamedReward\(function, weight="),
+        ({"agent": agent, "rewards": [agent]}, r"`rewards` is .* \(list\); it must be a dict of names, each with its"),
+        ({"agent": agent, "held_out": -1}, r"`held_out` is -1 \(int\); it must be a number of rows, 0 or above"),
+        ({"agent": agent, "required_columns": "prompt"}, r"`required_columns` is 'prompt' \(str\); .* \('prompt',\)"),
+    ],
+)
+def test_a_field_of_another_kind_is_told_when_the_spec_is_made(fields: dict[str, object], message: str) -> None:
+    with pytest.raises(SettingsError, match=f"environment 'odd': {message}"):
+        EnvironmentSpec(name="odd", **fields)  # type: ignore[arg-type]
+
+
 def test_a_row_without_a_required_column_names_task_column_and_what_it_has() -> None:
     spec = EnvironmentSpec(
         name="sums", agent=agent, train_tasks=[{"prompt": "1+1", "solution": 2}], required_columns=("prompt", "answer")

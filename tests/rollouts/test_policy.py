@@ -720,6 +720,27 @@ async def test_an_empty_stop_string_is_refused(renderer: ChatRenderer) -> None:
         await Talk(renderer).policy.chat([user("a")], stop=["x", ""])
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("hello", r"a conversation is a list of messages, .* this one is a str"),
+        (user("hello"), r"a conversation is a list of messages, .* this one is a dict"),
+        ([user("hello"), "again"], r"a message is a dict, .* message 1 of the conversation is a str"),
+    ],
+)
+async def test_a_conversation_is_a_list_of_messages(renderer: ChatRenderer, given: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        await Talk(renderer).policy.chat(given)
+
+
+async def test_a_reply_in_place_of_its_message_is_told(renderer: ChatRenderer) -> None:
+    policy = Talk(renderer).policy
+    conversation: list[Any] = [user("hello")]
+    conversation += [await policy.chat(conversation), user("again")]
+    with pytest.raises(TypeError, match=r"message 1 of the conversation is a Reply; append .* `reply\.message`"):
+        await policy.chat(conversation)
+
+
 async def test_content_may_be_text_parts_and_nothing_else(renderer: ChatRenderer) -> None:
     talk = Talk(renderer)
     parts: Any = [{"type": "text", "text": "who "}, {"type": "text", "text": "is it?"}]

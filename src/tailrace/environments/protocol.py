@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Protocol, TypeAlias, runtime_checkable
 
 from tailrace.environments.callables import is_async, is_async_environment
@@ -219,7 +220,8 @@ class EnvironmentSpec:
     >>> shout.train_task(0).task_id
     'shout/train/0'
 
-    Raises `SettingsError` where fields exclude each other, or `agent` and `environment` are both missing.
+    Raises `SettingsError` where fields exclude each other, `agent` and `environment` are both missing, or a field is of
+    another kind.
     """
 
     name: str
@@ -268,6 +270,7 @@ class EnvironmentSpec:
         if (self.agent is None) == (self.environment is None):
             have = "neither" if self.agent is None else "both"
             raise SettingsError(f"environment {self.name!r} has {have}: give exactly one of `agent` and `environment`")
+        self._require_kinds()
         if self.held_out and len(self.eval_tasks):
             raise SettingsError(
                 f"environment {self.name!r} has both `eval_tasks` and `held_out` = {self.held_out}; give one of them"
@@ -278,6 +281,29 @@ class EnvironmentSpec:
             raise SettingsError(f"environment {self.name!r} has both `reward` and `rewards`; give one of them")
         if self.score_group is not None and self.judge is not None:
             raise SettingsError(f"environment {self.name!r} has both `score_group` and `judge`; give one of them")
+
+    def _require_kinds(self) -> None:
+        for field_name in ("agent", "environment", "reward", "score_group", "check", "close"):
+            value: object = getattr(self, field_name)
+            if value is not None and not callable(value):
+                also = "; give the class itself, not one that was made" if field_name == "environment" else ""
+                raise self._wrong(field_name, value, f"a function{also}")
+        for field_name in ("required_columns", "columns", "info_keys"):
+            if isinstance(names := getattr(self, field_name), str):
+                raise self._wrong(field_name, names, f"a tuple of names, ({names!r},)")
+        held_out: object = self.held_out
+        if not isinstance(held_out, Integral) or int(held_out) < 0:
+            raise self._wrong("held_out", held_out, "a number of rows, 0 or above")
+        named = "a dict of names, each with its NamedReward(function, weight=1.0)"
+        if not isinstance(self.rewards, Mapping):
+            raise self._wrong("rewards", self.rewards, named)
+        for name, reward in self.rewards.items():
+            if not isinstance(reward, NamedReward):
+                raise self._wrong(f"rewards[{name!r}]", reward, f"in {named}")
+
+    def _wrong(self, field_name: str, value: object, expected: str) -> SettingsError:
+        found = f"{value!r:.200} ({type(value).__name__})"
+        return SettingsError(f"environment {self.name!r}: `{field_name}` is {found}; it must be {expected}")
 
     def _require_rows(self, field_name: str, rows: object) -> None:
         """Rows have a length and an index; what `datasets` makes of several splits, or streams, has not."""

@@ -167,7 +167,8 @@ class RolloutPolicy:
             BudgetExceeded: No turn or token is left for it.
             RequestRefused: The engine cannot take it (longer than the model's context, ...).
             EnvironmentFailed: The model's chat template refuses the conversation.
-            TypeError, ValueError: An option is not of its type, or out of its range; numpy's numbers are numbers.
+            TypeError, ValueError: The conversation is no list of messages, or an option is not of its type, or out of
+                its range; numpy's numbers are numbers.
             CancelledError: The rollout was cancelled, or has ended: nothing more is sampled for it.
         """
         task = await self._own_task()
