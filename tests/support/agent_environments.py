@@ -103,7 +103,9 @@ async def misbehave(behave: str, policy: Policy, reply: Reply) -> dict[str, Json
         case "unserializable":
             return {"it": object()}
         case "fails to convert":
-            return {"it": Unconvertible()}
+            return {"it": Unconvertible(RuntimeError("has no storage"))}
+        case "panics while it converts":
+            return {"it": Unconvertible(Panic("in an array"))}
         case "rewrite":
             await policy.chat([{"role": "user", "content": "something else"}])
         case "columns":
@@ -126,8 +128,11 @@ class Speechless(Exception):
 
 
 class Unconvertible:
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
     def tolist(self) -> Json:
-        raise RuntimeError("has no storage")
+        raise self._error
 
 
 def break_sending() -> None:

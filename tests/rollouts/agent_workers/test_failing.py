@@ -59,6 +59,7 @@ async def test_a_worker_that_ends_costs_what_it_held_and_is_replaced(
         ("panic in parallel", r"Panic: in a task"),
         ("panic in the reward", r"Panic: of the reward"),
         ("fails to convert", r"what the rollout reported: has no storage"),
+        ("panics while it converts", r"what the rollout reported: in an array"),
         ("exit in a task", r"users' code raised SystemExit\(4\)"),
         ("exit in the reward", r"users' code raised SystemExit\(5\)"),
         ("raise in the reward", r"ZeroDivisionError: of the reward"),
@@ -212,6 +213,25 @@ async def test_what_is_no_exception_costs_one_rollout_on_the_loop_itself(
         with pytest.raises(EnvironmentFailed, match=f"agents/train/0: {message}"):
             await run.rollout(behave)
         assert (await run.rollout()).turns == 2
+
+
+async def test_a_rollout_that_is_cancelled_before_its_worker_began_it_is_held_no_longer(renderer: ChatRenderer) -> None:
+    async with Run(renderer) as run:
+        await run.rollout()
+        (pid,) = run.agents.pids().values()
+        os.kill(pid, signal.SIGSTOP)
+        unseen = run.begin("wait")
+        await until_it_holds(1, run)
+        unseen.cancel()
+        await asyncio.sleep(0.05)  # by then both messages lie in its socket
+        os.kill(pid, signal.SIGCONT)
+        await until_it_holds(0, run)
+
+
+async def until_it_holds(num_rollouts: int, run: Run) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while run.agents.flush_figures()[0].rollouts != num_rollouts:  # noqa: ASYNC110  (nothing tells of it)
+            await asyncio.sleep(0.01)
 
 
 async def test_closing_while_a_worker_starts_leaves_nothing(renderer: ChatRenderer) -> None:

@@ -262,7 +262,9 @@ class AgentWorkerProcess:
     def _ended(self, key: str, lost: Callable[[Failure], Report], task: asyncio.Task[None]) -> None:
         """Say so where it could not say itself what came of it, which is waited for."""
         self._running.pop(key, None)
-        if not task.cancelled() and (error := task.exception()) is not None:
+        if task.cancelled():  # before it began: later it says so itself
+            self._connection.send(lost(Failure("RolloutError", f"{key} was cancelled")))
+        elif (error := task.exception()) is not None:
             _logger.error("%s could not be reported", key, exc_info=error)
             self._connection.send(lost(Failure.of(error)))
 

@@ -13,6 +13,7 @@ from tailrace.errors import EnvironmentFailed
 from tailrace.guards import guarded
 from tailrace.records import Json
 from tailrace.records.conversation import DEEPEST, is_too_deep
+from tailrace.rollouts.attribution import text_of
 from tailrace.rollouts.workers.messages import plain_value
 
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=plain_value)
@@ -31,8 +32,10 @@ def pack_values(values: object, what: str) -> bytes:
     """
     try:
         return _ENCODER.encode(values)
-    except Exception as error:  # values are asked to convert themselves, which is users' code
-        raise EnvironmentFailed(f"{what}: {error}") from error
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # values are asked to convert themselves, which is users' code
+        raise EnvironmentFailed(f"{what}: {text_of(error)}") from error
 
 
 def unpack_values(packed: bytes) -> Any:
