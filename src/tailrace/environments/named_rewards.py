@@ -6,9 +6,9 @@
 A prompt is what came before the policy's first reply (an assistant's messages in a row's `prompt` are of it), a
 completion everything from there on, both as messages; every column of the tasks' rows is a list, and so are
 `completion_ids`, the tokens of each completion. A reply's content is all that was sampled, its reasoning included;
-only that of a turn with tools is split into content, `reasoning_content` and `tool_calls`. `trainer_state` has a
-`global_step` and `max_steps`. A function may be async. `None` means that it does not apply to that completion: it then
-adds nothing to the sum, and is not among the components.
+only that of a turn with tools, or by tokens, is split into content, `reasoning_content` and `tool_calls`.
+`trainer_state` has a `global_step` and `max_steps`. A function may be async. `None` means that it does not apply to
+that completion: it then adds nothing to the sum, and is not among the components.
 """
 
 from __future__ import annotations

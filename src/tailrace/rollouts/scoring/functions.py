@@ -106,7 +106,7 @@ def _shown(rollout: Rollout) -> ScoredRollout:
     """What named functions see of it: its conversation, as sampled, and the tokens of the branch that holds it."""
     first, texts = rollout.first_reply or _guessed_first_reply(rollout), rollout.sampled_texts
     messages: list[Message] = [
-        {**message, "content": texts[place]} if place in texts else message
+        {"role": message["role"], "content": texts[place]} if place in texts else message
         for place, message in enumerate(rollout.messages)
     ]
     if first.branch is None:
