@@ -25,8 +25,10 @@ def require_extra(package: str, *, extra: str, what: str, key: tuple[str | int, 
 
 
 def import_extra(module: str, *, extra: str, what: str, key: tuple[str | int, ...] = ()) -> Any:
-    """The module. Raises `SettingsError` naming the extra where it, or a module that it needs, is not installed."""
+    """The module. Raises `SettingsError`, naming the extra where it, or a module that it needs, is not installed."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         raise SettingsError(extra_needed(what, error.name, extra), key=key) from error
+    except ImportError as error:
+        raise SettingsError(f"{what} needs {module}, which cannot be imported: {error}", key=key) from error
