@@ -380,7 +380,9 @@ class Generators:
 
 
 def seed_of_life(seed: int, index: int, life: int) -> int:
-    """Of one life of one generator's random streams: that of the settings for the very first, never one twice."""
+    """Of one life of one generator's random streams: that of the settings for the very first, never one twice
+    in one start of a run.
+    """
     if index == life == 0:
         return seed
     return int(np.random.SeedSequence([seed, index, life]).generate_state(1)[0]) % 2**31

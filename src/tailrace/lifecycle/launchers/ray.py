@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import signal
 from collections.abc import Coroutine, Sequence
 from dataclasses import replace
@@ -32,6 +33,8 @@ from tailrace.lifecycle.roles import NodeShare, Role
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
+
+_logger = logging.getLogger(__name__)
 
 _KILL_S = 3.0
 """How long an actor may take to answer where its role is to be killed, before it is taken for lost."""
@@ -92,6 +95,7 @@ class RayHandle(RoleHandle):
             if len(hosts) > 1:
                 self._held = await _held_after_kill(hosts)
             if self._held:
+                _logger.warning("%s (one of its nodes has left)", self._held)
                 await asyncio.gather(*(host.left.remote() for host in hosts), return_exceptions=True)
         finally:
             for host in hosts:

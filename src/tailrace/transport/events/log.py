@@ -197,7 +197,7 @@ class FileEventLog(MemoryEventLog):
             self._closing.result()
 
     async def _write_and_tell(self, event: Event) -> None:
-        """The one thread keeps the order of events, in the file and as they are told."""
+        """The one thread keeps the order of events, in the file and, unless the disk hangs, as they are told."""
         self._require_acceptable(event)
         line = msgspec.json.encode(event) + b"\n"
         writing = asyncio.get_running_loop().run_in_executor(self._thread, self._write, line)
@@ -207,7 +207,7 @@ class FileEventLog(MemoryEventLog):
         except TransportError as error:
             if not is_end:
                 raise
-            _logger.error("%s, which lacks the end of the run: %s", error, event)
+            _logger.error("%s, which may lack the end of the run: %s", error, event)
         self._tell(event)
 
     async def _written(self, writing: asyncio.Future[None], within_s: float | None) -> None:
