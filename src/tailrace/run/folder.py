@@ -142,12 +142,12 @@ def open_run_folder(settings: RunSettings, parent: Path) -> Iterator[RunPaths]:
     Raises `DataError` where that is not so, or it cannot be written.
     """
     paths = RunPaths(parent / settings.name)
-    if settings.resume:
-        _require_something(paths)  # first: to own a folder makes it
+    if settings.resume and not paths.root.is_dir():  # to own a folder makes it
+        raise _nothing_to_resume(paths)
     with own_folder(paths.root) as owned:
-        if settings.resume:
-            _require_something(paths)
         is_there = _holds_something(paths.root)
+        if settings.resume and not is_there:
+            raise _nothing_to_resume(paths)
         if is_there and not settings.resume and _is_before_first_step(paths):
             _set_aside(paths)
         elif is_there and not settings.resume:
@@ -200,17 +200,17 @@ def require_resumable(settings: RunSettings, parent: Path) -> None:
     Raises `DataError` where there is nothing to resume, and `SettingsError` for other settings than the run has.
     """
     paths = RunPaths(parent / settings.name)
-    _require_something(paths)
+    if not _holds_something(paths.root):
+        raise _nothing_to_resume(paths)
     _allowed_changes(settings, paths)
 
 
-def _require_something(paths: RunPaths) -> None:
-    if not paths.root.is_dir() or not _holds_something(paths.root):
-        raise DataError(f"there is nothing to resume in {paths.root}: leave --resume out to start a new run")
+def _nothing_to_resume(paths: RunPaths) -> DataError:
+    return DataError(f"there is nothing to resume in {paths.root}: leave --resume out to start a new run")
 
 
 def _holds_something(folder: Path) -> bool:
-    return any(path.name != OWNER_FILE for path in folder.iterdir())
+    return folder.is_dir() and any(path.name != OWNER_FILE for path in folder.iterdir())
 
 
 def record_settings(settings: RunSettings, paths: RunPaths, recipe: Mapping[str, Any] | None) -> list[Difference]:
