@@ -106,7 +106,7 @@ def pack(distribution: str, ranks: int, options: kit.Options) -> Row:
         padding=padding,
         one_shape_padding=float(np.mean([plan.padding for plan in plain])),
         ffd_padding=float(np.mean(ffd)),
-        rank_imbalance=float(np.mean([imbalance(plan, of_step(lengths, first), packing) for plan, first in planned])),
+        rank_imbalance=float(np.mean([imbalance(plan, of_step(lengths, first)) for plan, first in planned])),
         plan_s=typical_plan_s(of_step(lengths, 0), packing, options),
         target=TARGET_TOKENS_PER_CPU_S,
         met=tokens_per_cpu_s >= TARGET_TOKENS_PER_CPU_S and padding <= float(np.mean(ffd)),

@@ -173,8 +173,9 @@ def run_sides(workload: str, precision: str, folder: Path, steps: tuple[int, int
     )
 
 
-def speed_row(workload: str, precision: str, repeats: list[Repeat]) -> SpeedRow:
+def speed_row(name: str, repeats: list[Repeat]) -> SpeedRow:
     """Medians, and ranges of ratios."""
+    workload, precision = name.split("-")
 
     def middle(rate: Callable[[Repeat], float]) -> float:
         return statistics.median(map(rate, repeats))
@@ -285,7 +286,7 @@ def main() -> None:
                 steps = QUICK_STEPS if options.quick else STEPS
                 done.append(run_sides(workload, precision, folder, steps, f"{name}-{turn}"))
                 progress(f"{name}: {done[-1].ratio:.2f}")
-        rows += [speed_row(*name.split("-"), done) for name, done in repeats.items()]
+        rows += [speed_row(name, done) for name, done in repeats.items()]
         if "learning" in chosen:
             seeds, learning_steps = ((0,), 10) if options.quick else (LEARNING_SEEDS, LEARNING_STEPS)
             rows.append(learning(folder, seeds, learning_steps))
