@@ -191,8 +191,8 @@ def _replies(trial: Trial) -> Iterator[str]:
         yield f"{at_most} {of} had a reply cut at {most} tokens: raise rollouts.max_tokens, or reward what is brief"
     if shorter := len(cut) - at_most:
         yield (
-            f"{shorter} {of} had a reply cut before rollouts.max_tokens = {most}: by the agent's own max_tokens, or "
-            "where the model's context ended"
+            f"{shorter} {of} had a reply cut before rollouts.max_tokens = {most}: by the agent's own max_tokens, "
+            "rollouts.max_rollout_tokens, or where the model's context ended"
         )
     if silent := sum(not rollout.branches for rollout in trial.finished):
         yield f"{silent} {of} never called policy.chat: there is no token to train on"

@@ -457,9 +457,9 @@ class RolloutPolicy:
             completion, prompt_token_ids=prompt, tools=conversation.tools, reads_calls=reads_calls
         )
         drifted = self._renderer.drifts(completion)
-        message, written = parsed.message(), self._renderer.reply_text(completion)
+        message = parsed.message()
         if listener is not None:
-            message["content"], written = listener.before(message["content"]), listener.before(written)
+            message["content"] = listener.before(message["content"])
             self._count("cut_tokens", listener.cut_tokens)
         if not conversation.turns:
             conversation.sampled_texts = sampled_texts(self._conversations, asked.messages)
@@ -472,7 +472,9 @@ class RolloutPolicy:
         conversation.messages += [*asked.messages, message.copy()]
         conversation.turns.append(Turn(len(conversation.messages), len(prompt), branch.num_tokens, drifted))
         if parsed.reasoning is not None and not reads_calls:
-            conversation.sampled_texts[len(conversation.messages) - 1] = written
+            written = self._renderer.reply_text(completion)
+            place = len(conversation.messages) - 1
+            conversation.sampled_texts[place] = written if listener is None else listener.before(written)
         self._rollout.messages, self._rollout.first_reply = list(conversation.messages), conversation.first_reply
         self._rollout.sampled_texts = conversation.sampled_texts.copy()
         self._rollout.truncated |= completion.finish_reason is _LENGTH
