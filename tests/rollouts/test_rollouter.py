@@ -304,6 +304,11 @@ async def empty_chat(task: Task, policy: Policy) -> float:
     return 1.0
 
 
+async def no_tokens(task: Task, policy: Policy) -> float:
+    await policy.chat([{"role": "user", "content": "hi"}], max_tokens=-1)
+    return 1.0
+
+
 async def leaves(task: Task, policy: Policy) -> float:
     sys.exit(1)
 
@@ -322,7 +327,14 @@ async def returns_infinity(task: Task, policy: Policy) -> float:
 
 @pytest.mark.parametrize(
     ("agent", "is_mistake"),
-    [(empty_chat, True), (leaves, True), (returns_nothing, True), (returns_text, True), (returns_infinity, False)],
+    [
+        (empty_chat, True),
+        (no_tokens, True),
+        (leaves, True),
+        (returns_nothing, True),
+        (returns_text, True),
+        (returns_infinity, False),
+    ],
 )
 async def test_what_only_wrong_code_does_is_a_mistake(
     renderer: ChatRenderer, agent: Callable[..., object], is_mistake: bool

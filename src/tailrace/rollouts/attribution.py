@@ -19,10 +19,11 @@ from tailrace.errors import (
     TransportError,
 )
 from tailrace.records import Task
+from tailrace.rollouts.turn_options import InvalidArgument
 
 _OURS = (EngineFailed, TransportError, SettingsError, RolloutError, RequestRefused)
 """Errors that already say what was lost; the first of them concern more than one rollout."""
-_MISTAKES = (KeyError, AttributeError, NameError, TypeError, ImportError, DataError)
+_MISTAKES = (KeyError, AttributeError, NameError, TypeError, ImportError, InvalidArgument, DataError)
 """The last one is that of a column that a task lacks."""
 
 

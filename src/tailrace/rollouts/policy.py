@@ -62,7 +62,13 @@ from tailrace.rollouts.chat.text_parts import as_text
 from tailrace.rollouts.endpoints import Endpoints, no_endpoints
 from tailrace.rollouts.own_columns import require_own_column
 from tailrace.rollouts.turn_budget import TurnBudget
-from tailrace.rollouts.turn_options import plain_options, plain_stop_token_ids, plain_token_ids, stop_strings
+from tailrace.rollouts.turn_options import (
+    InvalidArgument,
+    plain_options,
+    plain_stop_token_ids,
+    plain_token_ids,
+    stop_strings,
+)
 from tailrace.rollouts.turn_sampling import turn_sampling
 from tailrace.tracing.phases import phase
 
@@ -204,7 +210,7 @@ class RolloutPolicy:
         """
         task = await self._own_task()
         if self._system_prompt is not None:
-            raise ValueError("rollouts.system_prompt cannot be put into a prompt of tokens: leave it out")
+            raise InvalidArgument("rollouts.system_prompt cannot be put into a prompt of tokens: leave it out")
         max_tokens, temperature, seed = plain_options(max_tokens, temperature, seed)
         token_ids = plain_token_ids(token_ids)
         if stop_token_ids is not None:
@@ -248,7 +254,7 @@ class RolloutPolicy:
             name, environment=self._rollout.task.environment, takes_demonstrations=self._takes_demonstrations
         )
         if len(column := as_column(name, values)) != reply.completion.num_tokens:
-            raise ValueError(
+            raise InvalidArgument(
                 f"column {name!r} has {len(column)} values, and the reply {reply.completion.num_tokens} tokens"
             )
         self._rollout.branches[reply.branch].set_column(name, column, start=reply.start_token)

@@ -19,10 +19,14 @@ from tailrace.records.sampling import LEAST_TEMPERATURE
 _MOST_TOKEN_ID = int(np.iinfo(np.int32).max)
 
 
+class InvalidArgument(ValueError):
+    """A policy is asked for what no turn can do: by wrong code, so that waiting mends nothing."""
+
+
 def plain_options(max_tokens: object, temperature: object, seed: object) -> tuple[int | None, float | None, int | None]:
     """The three as Python's own numbers; None stays None.
 
-    Raises `TypeError` for what is no such number, and `ValueError` for one that no turn can have.
+    Raises `TypeError` for what is no such number, and `InvalidArgument` for one that no turn can have.
 
     >>> plain_options(np.int64(8), np.float32(0.5), None)
     (8, 0.5, None)
@@ -38,7 +42,7 @@ def plain_stop_token_ids(asked: Iterable[object]) -> tuple[int, ...]:
     """Token ids that end a completion. Raises as `plain_options` does."""
     token_ids = tuple(_whole_number("stop_token_ids", one) for one in asked)
     if strange := [one for one in token_ids if not 0 <= one <= _MOST_TOKEN_ID]:
-        raise ValueError(f"continue_tokens(stop_token_ids) holds {strange[0]}, which no token has as its id")
+        raise InvalidArgument(f"continue_tokens(stop_token_ids) holds {strange[0]}, which no token has as its id")
     return token_ids
 
 
@@ -53,14 +57,14 @@ def plain_token_ids(asked: object) -> Int32Array:
             f"{list(given.shape)}"
         )
     if given.size and not 0 <= given.min() <= given.max() <= _MOST_TOKEN_ID:
-        raise ValueError("continue_tokens(token_ids) holds numbers that no token has as its id")
+        raise InvalidArgument("continue_tokens(token_ids) holds numbers that no token has as its id")
     return as_token_ids(given)
 
 
 def stop_strings(stop: object) -> list[str]:
     """One string, or several, at which a reply ends; none where `stop` is None or empty.
 
-    Raises `TypeError` for what is no string, and `ValueError` for an empty one among them.
+    Raises `TypeError` for what is no string, and `InvalidArgument` for an empty one among them.
     """
     if stop is None or isinstance(stop, str):
         return [stop] if stop else []
@@ -69,14 +73,14 @@ def stop_strings(stop: object) -> list[str]:
     if len(strings) < len(given):
         raise TypeError(f"chat(stop={stop!r}) takes a string, or several")
     if not all(strings):
-        raise ValueError(f"chat(stop={strings}): an empty string ends every reply before it begins")
+        raise InvalidArgument(f"chat(stop={strings}): an empty string ends every reply before it begins")
     return strings
 
 
 def _num_tokens(asked: object) -> int:
     number = _whole_number("max_tokens", asked)
     if number < 1:
-        raise ValueError(f"chat(max_tokens={number}) asks for no token; it must be 1 or above")
+        raise InvalidArgument(f"chat(max_tokens={number}) asks for no token; it must be 1 or above")
     return number
 
 
@@ -94,7 +98,7 @@ def _temperature(asked: object) -> float:
         raise TypeError(f"chat(temperature={asked!r}) takes a number")
     number = float(asked)
     if not (number >= LEAST_TEMPERATURE and math.isfinite(number)):
-        raise ValueError(
+        raise InvalidArgument(
             f"chat(temperature={number}): what is trained on is sampled at a temperature of {LEAST_TEMPERATURE:g} or "
             "above, and a finite one"
         )
