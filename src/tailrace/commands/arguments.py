@@ -62,6 +62,11 @@ def show(text: str) -> None:
     Console().print(text, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 
+def show_progress(text: str) -> None:
+    """On standard error: standard output is for the result."""
+    Console(stderr=True).print(text, highlight=False, markup=False, emoji=False, soft_wrap=True)
+
+
 def terminal_columns() -> int | None:
     """Of standard output; None where that is no terminal, whose lines need not fit anything."""
     console = Console()

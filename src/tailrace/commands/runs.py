@@ -19,6 +19,7 @@ from tailrace.commands.arguments import (
     Steps,
     run_to_end,
     show,
+    show_progress,
     terminal_columns,
 )
 from tailrace.errors import SettingsError
@@ -115,7 +116,8 @@ class Evaluate:
         require_savable(self.save, "--save")
         settings = load_settings(self.recipe, overrides)
         with placed(self.recipe, overrides):
-            found = run_to_end(evaluate_model(settings, limit=self.limit, greedy=self.greedy))
+            measured = evaluate_model(settings, limit=self.limit, greedy=self.greedy, report_progress=show_progress)
+            found = run_to_end(measured)
         if self.show > 0:
             show(evaluation_samples(found, self.show) + "\n")
         show(evaluation_json(found) if self.json else evaluation_text(settings.model.name, found))
@@ -148,7 +150,10 @@ class Try:
             raise SettingsError(f"--tasks is {self.tasks} and --each {self.each}; at least 1 of both")
         settings, recipe, overrides = settings_to_try(self.environment, self.recipe, overrides)
         with placed(recipe, overrides):
-            tried = run_to_end(try_environments(settings, tasks=self.tasks, group_size=self.each, tokens=self.tokens))
+            playing = try_environments(
+                settings, tasks=self.tasks, group_size=self.each, tokens=self.tokens, report_progress=show_progress
+            )
+            tried = run_to_end(playing)
         show("\n\n".join(text for _, text in tried))
         return int(not all(trial.is_trainable for trial, _ in tried))
 

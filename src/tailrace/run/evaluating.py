@@ -24,7 +24,7 @@ from tailrace.run.parts import (
     load_environments,
     require_held_out_tasks,
 )
-from tailrace.run.playing import Playing, playing
+from tailrace.run.playing import Playing, Progress, ReportProgress, playing
 from tailrace.scheduling import EvaluationResult, evaluate
 
 
@@ -50,31 +50,43 @@ async def evaluate_model(
     limit: int | None = None,
     greedy: bool = False,
     given: Mapping[str, object] = MappingProxyType({}),
+    report_progress: ReportProgress | None = None,
 ) -> list[EnvironmentEvaluation]:
     """Run every held-out task of every environment once, or the first `limit` of each, with the generators of `train`.
 
-    `greedy` runs every task once more, by greedy decoding; `given` are environments that only this process has. Raises
-    `DataError` when no environment has held-out tasks, and as `playing` does.
+    `greedy` runs every task once more, by greedy decoding; `given` are environments that only this process has;
+    `report_progress` is called with a line for people. Raises `DataError` when no environment has held-out tasks, and
+    as `playing` does.
     """
     require_engine(settings.generator)
     environments = await asyncio.to_thread(load_environments, settings, given)
     require_held_out_tasks(environments)
-    async with playing(settings, environments, "eval") as play:
+    async with playing(settings, environments, "eval", report_progress) as play:
         measured = [loaded for loaded in environments.values() if len(loaded.spec.eval_tasks)]
-        return [await play.within(_evaluate_one(play, one, limit, greedy)) for one in measured]
+        return [await _evaluate_one(play, one, limit, greedy) for one in measured]
 
 
 async def _evaluate_one(
     play: Playing, environment: LoadedEnvironment, limit: int | None, greedy: bool
 ) -> EnvironmentEvaluation:
+    ways = (False, True) if greedy else (False,)
+    num_tasks = len(environment.spec.eval_tasks)
+    progress = Progress(environment.spec.name, min(num_tasks, limit or num_tasks) * len(ways))
+    return await play.within(_measure(play, environment, limit, ways, progress), progress)
+
+
+async def _measure(
+    play: Playing, environment: LoadedEnvironment, limit: int | None, ways: tuple[bool, ...], progress: Progress
+) -> EnvironmentEvaluation:
     settings, clock = play.settings, asyncio.get_running_loop().time
     name, began_s = environment.spec.name, clock()
     found = []
-    for is_greedy in (False, True) if greedy else (False,):
+    for is_greedy in ways:
         runner = play.rollouter.runner(evaluation_seed=settings.seed, greedy=is_greedy)
         tasks = held_out_tasks(environment, settings.seed, limit)
-        found.append((await evaluate(tasks, runner, concurrency=settings.max_running))[name])
-    return EnvironmentEvaluation(name, found[0], found[1] if greedy else None, clock() - began_s)
+        results = await evaluate(tasks, runner, concurrency=settings.max_running, on_ended=progress.one_ended)
+        found.append(results[name])
+    return EnvironmentEvaluation(name, found[0], found[1] if len(found) > 1 else None, clock() - began_s)
 
 
 def require_savable(path: Path | None, setting: str) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeAlias, TypeVar
 
 from tailrace.config import RunSettings, with_scaled_deadlines
 from tailrace.lifecycle.event_loop import first_done
@@ -19,6 +19,21 @@ from tailrace.run.parts import make_renderer, make_rollouter, within_own_context
 from tailrace.run.started_roles import Watch, open_generate
 
 ResultT = TypeVar("ResultT")
+ReportProgress: TypeAlias = Callable[[str], None]
+_REPORT_EVERY_S = 10.0
+
+
+@dataclass(slots=True)
+class Progress:
+    """Of the rollouts of one environment."""
+
+    environment: str
+    total: int
+    ended: int = 0
+
+    def one_ended(self) -> None:
+        """Another finished or was lost."""
+        self.ended += 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,16 +44,30 @@ class Playing:
     """As a run would have them: within the model's own context, deadlines scaled."""
     renderer: ChatRenderer
     rollouter: Rollouter
+    report_progress: ReportProgress | None
+    """Called with a line for people."""
     _failed: Watch
 
-    async def within(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
-        """What `work` returns, unless all generators fail before: raises that."""
-        return await first_done(self._failed(), work)
+    async def within(self, work: Coroutine[Any, Any, ResultT], progress: Progress) -> ResultT:
+        """What `work` returns, unless all generators fail before: raises that. `progress` is reported every 10 s."""
+        return await first_done(self._failed(), self._report(progress), work)
+
+    async def _report(self, progress: Progress) -> NoReturn:
+        clock = asyncio.get_running_loop().time
+        began_s = clock()
+        while True:
+            await asyncio.sleep(_REPORT_EVERY_S)
+            if self.report_progress is not None:
+                ended = f"{progress.ended} of {progress.total} rollouts have ended"
+                self.report_progress(f"{progress.environment}: {ended}, {clock() - began_s:.0f} s")
 
 
 @asynccontextmanager
 async def playing(
-    settings: RunSettings, environments: Mapping[str, LoadedEnvironment], command: str
+    settings: RunSettings,
+    environments: Mapping[str, LoadedEnvironment],
+    command: str,
+    report_progress: ReportProgress | None,
 ) -> AsyncIterator[Playing]:
     """Generators and a started rollouter over these environments; what its block raises in groups is raised once.
 
@@ -56,6 +85,6 @@ async def playing(
         ):
             try:  # all rollouts meet the failure of their generators
                 await rollouter.start()
-                yield Playing(settings, renderer, rollouter, failed)
+                yield Playing(settings, renderer, rollouter, report_progress, failed)
             except ExceptionGroup as group:
                 raise root_cause(group) from group

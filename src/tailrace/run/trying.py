@@ -13,7 +13,7 @@ from tailrace.reporting.trials import Failure, Trial, TriedGroup, trial_text
 from tailrace.rollouts import LoadedEnvironment, Rollouter
 from tailrace.run.engines import require_engine
 from tailrace.run.parts import load_environments
-from tailrace.run.playing import Playing, playing
+from tailrace.run.playing import Playing, Progress, ReportProgress, playing
 from tailrace.scheduling import TaskSource, TaskStream
 from tailrace.tracing.lag import LoopLagMonitor
 from tailrace.tracing.phases import PhaseRecorder
@@ -37,36 +37,51 @@ def settings_to_try(environment: str, recipe: str, overrides: Sequence[str]) -> 
 
 
 async def try_environments(
-    settings: RunSettings, *, tasks: int, group_size: int, tokens: bool = False
+    settings: RunSettings,
+    *,
+    tasks: int,
+    group_size: int,
+    tokens: bool = False,
+    report_progress: ReportProgress | None = None,
 ) -> list[tuple[Trial, str]]:
     """Every environment of the settings: `tasks` groups of `group_size` rollouts each, and the text for the terminal.
 
-    The tasks are the first that a run with these settings draws, its sampling that of training. Raises `SettingsError`,
-    `DataError` or `ModelError` for what a run would be refused for, and what all generators failed with.
+    The tasks are the first that a run with these settings draws, its sampling that of training;
+    `report_progress` is called with a line for people. Raises `SettingsError`, `DataError` or `ModelError` for what a
+    run would be refused for, and what all generators failed with.
     """
     require_engine(settings.generator)
     if settings.rollouts.agent_workers == "auto":  # what holds the loop is told, and a debugger stops in an agent
         settings = settings.model_copy(update={"rollouts": settings.rollouts.model_copy(update={"agent_workers": 0})})
     environments = await asyncio.to_thread(load_environments, settings)
-    async with playing(settings, environments, "try") as play:
-        trials = [await play.within(_try(play, loaded, tasks, group_size)) for loaded in environments.values()]
+    async with playing(settings, environments, "try", report_progress) as play:
+        trials = [await _try(play, loaded, tasks, group_size) for loaded in environments.values()]
     return [(trial, trial_text(trial, play.renderer.tokenizer.decode, tokens=tokens)) for trial in trials]
 
 
 async def _try(play: Playing, environment: LoadedEnvironment, tasks: int, group_size: int) -> Trial:
-    settings, rollouter = play.settings, play.rollouter
+    settings = play.settings
     drawn = TaskStream([TaskSource(environment.spec)], seed=settings.seed, max_epochs=1)
     keys = [key for key in (drawn.draw() for _ in range(tasks)) if key is not None]
     groups = [TriedGroup(await drawn.make(key)) for key in keys]
     stalls = _Stalls()
+    progress = Progress(environment.spec.name, len(groups) * group_size)
     with stalls, PhaseRecorder().recording() as phases:
-        async with LoopLagMonitor(_STALL_S / 5, stall_s=_STALL_S, phases=phases) as lag, asyncio.TaskGroup() as playing:
-            for number, group in enumerate(groups):
-                playing.create_task(_play(group, GroupId(f"try/{group.task.task_id}#{number}"), rollouter, group_size))
+        async with LoopLagMonitor(_STALL_S / 5, stall_s=_STALL_S, phases=phases) as lag:
+            await play.within(_play_all(groups, play.rollouter, group_size, progress), progress)
     return Trial(environment, groups, lag.snapshot(), stalls.messages, settings.max_model_tokens)
 
 
-async def _play(tried: TriedGroup, group_id: GroupId, rollouter: Rollouter, group_size: int) -> None:
+async def _play_all(groups: list[TriedGroup], rollouter: Rollouter, group_size: int, progress: Progress) -> None:
+    async with asyncio.TaskGroup() as running:
+        for number, group in enumerate(groups):
+            group_id = GroupId(f"try/{group.task.task_id}#{number}")
+            running.create_task(_play(group, group_id, rollouter, group_size, progress))
+
+
+async def _play(
+    tried: TriedGroup, group_id: GroupId, rollouter: Rollouter, group_size: int, progress: Progress
+) -> None:
     """Play and score one group; what fails is kept."""
     lost: dict[RolloutId, Rollout] = {}
     runner = rollouter.runner(on_lost=lambda rollout: lost.update({rollout.rollout_id: rollout}))
@@ -76,6 +91,7 @@ async def _play(tried: TriedGroup, group_id: GroupId, rollouter: Rollouter, grou
             tried.finished.append(await runner.run(task, group_id=group_id, rollout_id=rollout_id))
         except (RolloutError, RequestRefused) as error:
             tried.failures.append(Failure(error.reason, str(error), lost.get(rollout_id)))
+        progress.one_ended()
 
     async with asyncio.TaskGroup() as attempts:
         for number in range(group_size):

@@ -85,8 +85,10 @@ class _Tally:
 class _Walk:
     """One evaluation: every task once, a limited number at a time."""
 
-    def __init__(self, tasks: Iterable[Task], runner: GroupRunner, name: str) -> None:
-        self._tasks, self._runner, self._name = tasks, runner, name
+    def __init__(
+        self, tasks: Iterable[Task], runner: GroupRunner, name: str, on_ended: Callable[[], None] | None = None
+    ) -> None:
+        self._tasks, self._runner, self._name, self._on_ended = tasks, runner, name, on_ended
         self._tallies: dict[str, _Tally] = {}
         self._slots, self._concurrency = asyncio.Semaphore(0), 0
         self.ended = 0
@@ -115,6 +117,8 @@ class _Walk:
         except (RolloutError, RequestRefused) as error:
             tally.failed[error.reason] += 1
         self.ended += 1
+        if self._on_ended is not None:
+            self._on_ended()
         self._slots.release()
 
     async def _run_one(self, task: Task, number: int) -> Rollout:
@@ -137,9 +141,14 @@ class _Walk:
                     raise
 
 
-async def evaluate(tasks: Iterable[Task], runner: GroupRunner, *, concurrency: int) -> dict[str, EvaluationResult]:
-    """Run every task once, at most `concurrency` at a time; the results by environment."""
-    return await _Walk(tasks, runner, "eval").run(concurrency)
+async def evaluate(
+    tasks: Iterable[Task], runner: GroupRunner, *, concurrency: int, on_ended: Callable[[], None] | None = None
+) -> dict[str, EvaluationResult]:
+    """Run every task once, at most `concurrency` at a time; the results by environment.
+
+    `on_ended` is called for each rollout that finished or was lost.
+    """
+    return await _Walk(tasks, runner, "eval", on_ended).run(concurrency)
 
 
 class Evaluator:
