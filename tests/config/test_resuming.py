@@ -24,6 +24,9 @@ learning_rate = 1e-3
 [observability]
 capture = 2
 """
+PULLED_BACK = """[trainer.loss.reference_kl]
+coefficient = 0.1
+"""
 
 
 @pytest.fixture
@@ -132,6 +135,30 @@ def test_what_was_edited_in_the_file_differs_and_nothing_else_that_it_says(file:
     start(file, "--trainer.learning_rate", "7e-4", "--environment.args.max_names", "3")
     file.write_text(FILE.replace("max_steps = 60", "max_steps = 90").replace("group_size = 8\n", ""))
     assert resumed(file) == {"max_steps": (60, 90), "environments.0.group_size": (8, None)}
+
+
+def test_a_section_that_the_file_gains_or_loses_leaves_what_was_given_at_the_start(file: Path) -> None:
+    given = ["--restarts.per_role", "10", "--rollouts.max_tokens", "64", "--trainer.loss.clip_low", "0.1"]
+    start(file, *given)
+    file.write_text(FILE + "[restarts]\nsilence_s = 120\n[rollouts]\ntimeout_s = 30\n[trainer.loss]\nclip_high = 0.4\n")
+    changes = resumed(file)
+    assert changes == {"rollouts.timeout_s": (600.0, 30.0), "trainer.loss.clip_high": (0.28, 0.4)}
+    settings = load_settings(str(file), ["--resume"], file.parent)
+    assert (settings.restarts.per_role, settings.restarts.silence_s, settings.rollouts.max_tokens) == (10, 120, 64)
+    start(file, "--resume", "--allow_changed_settings")
+    file.write_text(FILE)
+    assert resumed(file) == {name: (now, before) for name, (before, now) in changes.items()}
+    settings = load_settings(str(file), ["--resume"], file.parent)
+    assert (settings.restarts.per_role, settings.restarts.silence_s, settings.rollouts.max_tokens) == (10, 60, 64)
+
+
+def test_a_section_that_means_something_by_being_there_goes_as_a_whole(file: Path) -> None:
+    file.write_text(FILE.replace("[trainer]", "[environments.rewards.right]\nweight = 2.0\n[trainer]") + PULLED_BACK)
+    start(file, "--trainer.loss.reference_kl.estimator", "k2")
+    file.write_text(FILE)
+    settings = load_settings(str(file), ["--resume"], file.parent)
+    assert settings.trainer.loss.reference_kl is None
+    assert settings.environments[0].rewards == {}
 
 
 def test_an_environment_added_in_the_file_is_told_by_all_that_it_brings(file: Path) -> None:

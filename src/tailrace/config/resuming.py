@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import NoneType
+from typing import Any, NamedTuple, get_args
 
 import tomli_w
 
@@ -16,6 +17,7 @@ from tailrace.config.overrides import LOSS_NAME
 from tailrace.config.problems import dotted, validated
 from tailrace.config.ray import RaySettings
 from tailrace.config.restarts import RestartSettings
+from tailrace.config.sections import end_of
 from tailrace.config.settings import RunSettings
 from tailrace.config.shutdown import ShutdownSettings
 from tailrace.config.sources import Key, Places, SettingsFile, Table, read_settings_file
@@ -73,26 +75,32 @@ def _without_starts(table: Table, prefix: str = "") -> Table:
 
 
 def _edited(own: Any, before: Any, now: Any, path: Key = ()) -> Any:
-    """`own` with what changed from `before` to `now`; another loss is taken as it is.
+    """`own` with what changed from `before` to `now`; None is what is absent. Another loss is taken as it is.
 
     >>> _edited({"a": 1, "b": {"c": 2}}, {"b": {"c": 7, "d": 4}}, {"b": {"c": 7, "d": 5}})
     {'a': 1, 'b': {'c': 2, 'd': 5}}
     """
     if before == now:
         return own
-    if isinstance(own, dict) and isinstance(before, dict) and isinstance(now, dict):
+    if isinstance(own, dict) and (now is not None or _is_always_there(path)):
+        before, now = ({} if one is None else one for one in (before, now))
+    if all(isinstance(one, dict) for one in (own, before, now)):
         if path == LOSS_NAME[:-1] and before.get("name", DEFAULT_LOSS) != now.get("name", DEFAULT_LOSS):
             return now
-        edited = {key: value for key, value in own.items() if key in now or key not in before}
-        return edited | {
-            key: _edited(own.get(key), before.get(key), value, (*path, key))
-            for key, value in now.items()
-            if value != before.get(key)
-        }
+        keys = dict.fromkeys([*own, *now])
+        edited = {key: _edited(own.get(key), before.get(key), now.get(key), (*path, key)) for key in keys}
+        return {key: value for key, value in edited.items() if value is not None}
     lists = [value for value in (own, before, now) if isinstance(value, list)]
     if len(lists) == 3 and len({*map(len, lists)}) == 1:
-        return [_edited(*entries) for entries in zip(*lists, strict=True)]
+        entries = enumerate(zip(own, before, now, strict=True))
+        return [_edited(*entry, (*path, index)) for index, entry in entries]
     return now
+
+
+def _is_always_there(path: Key) -> bool:
+    """Whether a run has the section, though no file names it: without it, others of its settings stay as they are."""
+    place = end_of(RunSettings, path)
+    return bool(place.section or place.kinds) and not (place.field and NoneType in get_args(place.field.annotation))
 
 
 def own_settings(folder: Path) -> RunSettings | None:
