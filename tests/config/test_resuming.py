@@ -214,6 +214,21 @@ def test_where_a_run_is_and_what_is_shown_of_it_may_differ(file: Path, now: str)
     assert resumed(file, *f"--{now}".split()) == {}
 
 
+def test_what_a_resume_takes_as_given_holds_for_the_next_one_too(file: Path) -> None:
+    folder = start(file, "--generator.connect", '["tcp://127.0.0.1:7000"]')
+    file.write_text(FILE + "tags = ['second']\n")
+    start(file, "--resume", "--trainer.threads", "4", "--generator.connect", '["tcp://127.0.0.1:7001"]')
+    for _ in range(2):
+        settings = load_settings(str(file), ["--resume"], file.parent)
+        assert (settings.trainer.threads, settings.generator.connect) == (4, ("tcp://127.0.0.1:7001",))
+        assert settings.observability.tags == ("second",)
+        recorded = own_settings(folder)
+        assert recorded is not None
+        assert differences(recorded, settings, of_places=True) == []
+        start(file, "--resume")
+    assert not (folder / "superseded").exists()
+
+
 def test_the_cluster_of_a_run_may_be_another_one(file: Path) -> None:
     start(file, "--placement", "ray", "--ray.address", "10.0.0.1:6379")
     assert resumed(file, "--placement", "ray", "--ray.address", "10.0.0.2:6379", "--ray.wait_s", "9") == {}

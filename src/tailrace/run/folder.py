@@ -202,7 +202,7 @@ def require_resumable(settings: RunSettings, parent: Path) -> None:
     paths = RunPaths(parent / settings.name)
     if not _holds_something(paths.root):
         raise _nothing_to_resume(paths)
-    _allowed_changes(settings, paths)
+    _allowed_changes(own_settings(paths.root), settings, paths)
 
 
 def _nothing_to_resume(paths: RunPaths) -> DataError:
@@ -216,26 +216,26 @@ def _holds_something(folder: Path) -> bool:
 def record_settings(settings: RunSettings, paths: RunPaths, recipe: Mapping[str, Any] | None) -> list[Difference]:
     """Write the resolved settings into the folder, and the recipe that they were made of, where there is one.
 
-    Where a run goes on with other settings than it had, those are kept in `superseded/`, and the differences returned.
-    Raises `SettingsError` where that is not allowed or no file can hold them, and `DataError` where the folder cannot
-    be written.
+    Where a run goes on with settings that change what it learns, those before are kept in `superseded/`, and the
+    differences returned. Raises `SettingsError` where that is not allowed or no file can hold them, and `DataError`
+    where the folder cannot be written.
     """
-    changed = _allowed_changes(settings, paths)
+    before = own_settings(paths.root)
+    changed = _allowed_changes(before, settings, paths)
     resolved = settings_as_toml(settings)
     with writing(paths.root):
         paths.root.mkdir(parents=True, exist_ok=True)
         if changed:
             _keep(paths.settings, paths.superseded)
-        if changed or not paths.settings.is_file():
+        if before is None or differences(before, settings, of_places=True):
             replace_durably(paths.settings, resolved.encode())
         if recipe is not None:
             replace_durably(paths.recipe, tomli_w.dumps(_without_none(recipe)).encode())
     return changed
 
 
-def _allowed_changes(settings: RunSettings, paths: RunPaths) -> list[Difference]:
+def _allowed_changes(before: RunSettings | None, settings: RunSettings, paths: RunPaths) -> list[Difference]:
     """From the settings that the folder's run has, if there is one. Raises `SettingsError` where it may have none."""
-    before = own_settings(paths.root)
     changed = [] if before is None else differences(before, settings)
     if changed and not settings.allow_changed_settings:
         raise SettingsError(_REFUSED.format(paths=paths, changes="\n".join(f"  {one}" for one in changed)))
