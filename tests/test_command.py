@@ -202,7 +202,7 @@ def test_a_dry_run_of_a_resume_refuses_what_the_resume_would(
     assert main(resume) == 2
     assert "there is nothing to resume in runs/quickstart" in capsys.readouterr().err
     settings = load_settings("quickstart", ["--max_steps", "7"])
-    record_settings(settings, RunPaths(tmp_path / "runs" / settings.name), read_settings_file("quickstart").table)
+    record_settings(settings, RunPaths(tmp_path / "runs" / settings.name), read_settings_file("quickstart"))
     assert main(resume) == 0
     assert "The run finishes after about 7 steps." in capsys.readouterr().out
     assert main([*resume, "--max_steps", "9"]) == 2

@@ -72,7 +72,7 @@ async def train_async(
         summary = await training.train(
             given.settings,
             _path(runs),
-            recipe=given.places.file.table,
+            recipe=given.places.file,
             given=given.objects,
             callbacks=Callbacks(on_step, on_evaluation),
             abort=_interrupt,

@@ -19,17 +19,15 @@ from tailrace.errors import SettingsError, TailraceError
 
 
 @contextmanager
-def modules_beside(settings_file: Path) -> Iterator[None]:
-    """Modules in the file's folder are found too, here and in processes that are started meanwhile."""
-    folder = str(settings_file.resolve().parent)
-    if folder in sys.path:
-        yield
-        return
-    sys.path.append(folder)
+def modules_in(*folders: Path) -> Iterator[None]:
+    """Modules in these folders are found too, here and in processes that are started meanwhile."""
+    added = [folder for folder in dict.fromkeys(map(str, folders)) if folder not in sys.path]
+    sys.path.extend(added)
     try:
         yield
     finally:
-        sys.path.remove(folder)
+        for folder in added:
+            sys.path.remove(folder)
 
 
 def import_attribute(path: str, *, setting: str) -> object:

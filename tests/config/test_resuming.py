@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from tailrace.config import differences, load_from_python, load_settings, own_settings, read_settings_file
+from tailrace.config import differences, load_from_python, load_settings, own_settings, placed, read_settings_file
 from tailrace.errors import SettingsError
 from tailrace.run.folder import RunPaths, record_settings
 
@@ -40,7 +41,7 @@ def start(file: Path, *overrides: str) -> Path:
     """What a run that was started with this file and these overrides leaves of its settings; its folder."""
     settings = load_settings(str(file), overrides, file.parent)
     paths = RunPaths(file.parent / settings.name)
-    record_settings(settings, paths, read_settings_file(str(file)).table)
+    record_settings(settings, paths, read_settings_file(str(file)))
     return paths.root
 
 
@@ -79,7 +80,7 @@ def test_none_in_a_table_of_a_program_is_unset_for_a_resume_too(tmp_path: Path) 
         "max_steps": 1,
     }
     settings, places = load_from_python(given, {}, tmp_path)
-    record_settings(settings, RunPaths(tmp_path / settings.name), places.file.table)
+    record_settings(settings, RunPaths(tmp_path / settings.name), places.file)
     recipe = read_settings_file(str(tmp_path / settings.name / "recipe.toml")).table
     assert recipe["environments"] == [{"name": "reverse-text", "rewards": {"right": {}}}]
     again, _ = load_from_python(given, {"resume": True}, tmp_path)
@@ -92,7 +93,7 @@ def test_none_among_arguments_is_refused_before_anything_is_written(tmp_path: Pa
     given = {"model": {"name": "bundled:quickstart"}, "environments": [environment], "max_steps": 1}
     settings, places = load_from_python(given, {}, tmp_path)
     with pytest.raises(SettingsError, match=r"^environments\.0\.args\.length\S* is None, which TOML has not"):
-        record_settings(settings, RunPaths(tmp_path / settings.name), places.file.table)
+        record_settings(settings, RunPaths(tmp_path / settings.name), places.file)
     assert not list(tmp_path.iterdir())
 
 
@@ -177,6 +178,29 @@ def test_the_runs_own_file_goes_on_as_before_whatever_became_of_the_recipe(file:
     before = own_settings(folder)
     assert before is not None
     assert differences(before, own) == []
+
+
+def test_after_the_runs_own_file_the_recipe_is_what_was_edited_since(file: Path) -> None:
+    given = ["--trainer.threads", "2", "--observability.watchdog_s", "9000", "--trainer.learning_rate", "7e-4"]
+    folder = start(file, *given)
+    began = read_settings_file(str(file)).table
+    own = folder / "config.toml"
+    text = own.read_text()
+    record_settings(load_settings(str(own), ["--resume"], file.parent), RunPaths(folder), read_settings_file(str(own)))
+    assert (own.read_text(), read_settings_file(str(folder / "recipe.toml")).table) == (text, began)
+    assert load_settings(str(own), ["--resume"], file.parent).observability.capture == 0
+    assert resumed(file) == {}
+    settings = load_settings(str(file), ["--resume"], file.parent)
+    assert (settings.trainer.threads, settings.observability.watchdog_s) == (2, 9000)
+
+
+def test_a_module_beside_the_file_that_a_run_began_with_is_found_with_the_runs_own_file(file: Path) -> None:
+    (file.parent / "beside_the_file_at_first.py").touch()
+    config = start(file) / "config.toml"
+    for own in (config, start(config, "--name", "another") / "config.toml"):
+        with placed(str(own)):
+            assert find_spec("beside_the_file_at_first")
+        assert find_spec("beside_the_file_at_first") is None
 
 
 def test_a_folder_without_the_recipe_does_not_know_what_was_edited(file: Path) -> None:

@@ -48,7 +48,7 @@ async def test_a_run_finishes_and_the_orchestrator_never_imports_torch(tmp_path:
     assert "finished: max_steps = 3 reached" in printed
     assert {path.name for path in run.folder.iterdir()} == {
         *("config.toml", "events.jsonl", "metrics.jsonl", "summary.json", "report.html", "reward.png"),
-        *("recipe.toml", "rollouts", "checkpoints", "scheduler", "logs", "trace.json"),
+        *("recipe.toml", "modules_folder.txt", "rollouts", "checkpoints", "scheduler", "logs", "trace.json"),
     }
     assert_the_trace_shows_every_process(run.folder / "trace.json")
     assert {path.name for path in (run.folder / "logs").iterdir()} == {

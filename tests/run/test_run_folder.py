@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from tailrace.config import load_settings
+from tailrace.config import SettingsFile, load_settings
 from tailrace.errors import DataError
 from tailrace.records import RunStatus, StepTrained, TrainerEnded, TrainerStarted
 from tailrace.reporting.metrics import METRICS
@@ -55,7 +55,7 @@ def test_settings_and_metrics_that_are_replaced_outlive_a_loss_of_power(
 ) -> None:
     paths, synced = RunPaths(tmp_path / "run"), set[int]()
     monkeypatch.setattr(os, "fsync", lambda file: synced.add(os.fstat(file).st_ino))
-    record_settings(tiny_settings(parent=tmp_path), paths, {})
+    record_settings(tiny_settings(parent=tmp_path), paths, SettingsFile("settings", {}))
     paths.metrics.write_text('{"step": 1}\n{"step": 2}\n')
     wind_back(paths, 1)
     assert paths.metrics.read_text() == '{"step": 1}\n'

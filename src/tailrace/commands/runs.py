@@ -72,8 +72,8 @@ class Train:
             from tailrace.run.training import train
 
             resume_with = f"tailrace train {shlex.quote(self.recipe)} --name {settings.name} --resume"
-            table = read_settings_file(self.recipe).table
-            summary = run_to_end(train(settings, recipe=table, resume_with=resume_with))
+            recipe = read_settings_file(self.recipe)
+            summary = run_to_end(train(settings, recipe=recipe, resume_with=resume_with))
         show(summary_text(summary, terminal_columns()))
         show(f"  in          runs/{settings.name}")
         stopped = (ExitCode.INTERRUPTED, ExitCode.TERMINATED, ExitCode.PREEMPTED)

@@ -20,9 +20,11 @@ from tailrace.config.problems import validated
 from tailrace.config.reference import settings_reference, simulation_reference
 from tailrace.config.resuming import (
     CONFIG_FILE,
+    MODULES_FILE,
     RECIPE_FILE,
     Difference,
     differences,
+    module_folders,
     own_settings,
     resumed_file,
     settings_as_toml,
@@ -38,18 +40,21 @@ from tailrace.config.sources import (
     read_settings_file,
 )
 from tailrace.errors import SettingsError
-from tailrace.user_code import modules_beside
+from tailrace.user_code import modules_in
 
 __all__ = [
     "CONFIG_FILE",
+    "MODULES_FILE",
     "RECIPE_FILE",
     "RUNS",
     "Difference",
     "RunSettings",
+    "SettingsFile",
     "differences",
     "list_recipes",
     "load_from_python",
     "load_settings",
+    "module_folders",
     "own_settings",
     "placed",
     "placed_at",
@@ -109,6 +114,8 @@ def _resolved(places: Places, overrides: dict[tuple[str, ...], Any], runs: Path)
 def placed(recipe: str, overrides: Sequence[str] = ()) -> Iterator[None]:
     """Use settings: modules beside their file are found, and errors name their file and line, as in `load_settings`.
 
+    Of a run's own file: those beside the file that it was started with.
+
     >>> with placed("quickstart", ["--environment.args.max_name", "3"]):
     ...     raise SettingsError("no such argument", key=("environments", 0, "args", "max_name"))
     Traceback (most recent call last):
@@ -124,7 +131,7 @@ def placed_at(places: Places) -> Iterator[None]:
     """`placed`, of settings whose places are known."""
     path = Path(places.file.path)
     try:
-        with modules_beside(path) if path.suffix == ".toml" else nullcontext():
+        with modules_in(*module_folders(path)) if path.suffix == ".toml" else nullcontext():
             yield
     except SettingsError as error:
         if not error.key:

@@ -1,11 +1,13 @@
 """Settings of a run that goes on: its own, and over them only what was given anew.
 
-runs/<name>/config.toml    its settings, resolved
-runs/<name>/recipe.toml    what its recipe or file said when it was started: what differs now was edited since
+runs/<name>/config.toml         its settings, resolved
+runs/<name>/recipe.toml         what its recipe or file said when it was started: what differs now was edited since
+runs/<name>/modules_folder.txt  where that file was: modules beside it are found
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import NoneType
@@ -26,6 +28,7 @@ from tailrace.training.settings.losses import DEFAULT_LOSS
 
 CONFIG_FILE = "config.toml"
 RECIPE_FILE = "recipe.toml"
+MODULES_FILE = "modules_folder.txt"
 OF_ONE_START = frozenset({"name", "resume", "allow_changed_settings", "observability.capture"})
 """Settings that say how a run is started, and not what it is: each start has those that it was given."""
 
@@ -55,14 +58,15 @@ _UNSET = "unset"
 def resumed_file(folder: Path, given: SettingsFile) -> SettingsFile | None:
     """The run's own settings, with what was edited in the recipe or file since it was started; `given` is that now.
 
-    None where there is no run. Where its folder does not know what the recipe said then, nothing counts as edited.
-    Raises `SettingsError`.
+    None where there is no run. Where its own file is given, or its folder does not know what the recipe said then,
+    nothing counts as edited. Raises `SettingsError`.
     """
     if not (folder / CONFIG_FILE).is_file():
         return None
     own = read_settings_file(str(folder / CONFIG_FILE))
     recorded = folder / RECIPE_FILE
-    before = read_settings_file(str(recorded)).table if recorded.is_file() else given.table
+    is_known = recorded.is_file() and not given.is_at(folder / CONFIG_FILE)
+    before = read_settings_file(str(recorded)).table if is_known else given.table
     return SettingsFile(own.path, _edited(_without_starts(own.table), before, given.table), own.lines)
 
 
@@ -101,6 +105,14 @@ def _is_always_there(path: Key) -> bool:
     """Whether a run has the section, though no file names it: without it, others of its settings stay as they are."""
     place = end_of(RunSettings, path)
     return bool(place.section or place.kinds) and not (place.field and NoneType in get_args(place.field.annotation))
+
+
+def module_folders(settings_file: Path) -> list[Path]:
+    """Where modules of a settings file's are: beside it, and of a run's own file beside the one that it began with."""
+    recorded = settings_file.with_name(MODULES_FILE)
+    is_known = settings_file.name == CONFIG_FILE and recorded.is_file()
+    began = [Path(os.fsdecode(recorded.read_bytes()))] if is_known else []
+    return [settings_file.resolve().parent, *began]
 
 
 def own_settings(folder: Path) -> RunSettings | None:

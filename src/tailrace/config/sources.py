@@ -34,6 +34,10 @@ class SettingsFile:
     table: Table
     lines: dict[Key, int] = field(default_factory=dict)
 
+    def is_at(self, path: Path) -> bool:
+        """Whether it is the file there."""
+        return Path(self.path).resolve() == path.resolve()
+
     def where(self, key: Key) -> str:
         """`file, line n` of a key or of the nearest table that holds it; the file alone where neither is there."""
         for length in range(len(key), 0, -1):

@@ -16,10 +16,13 @@ import tomli_w
 
 from tailrace.config import (
     CONFIG_FILE,
+    MODULES_FILE,
     RECIPE_FILE,
     Difference,
     RunSettings,
+    SettingsFile,
     differences,
+    module_folders,
     own_settings,
     settings_as_toml,
 )
@@ -42,6 +45,7 @@ class RunPaths:
         """None where it is not this process's own."""
         self.settings = root / CONFIG_FILE
         self.recipe = root / RECIPE_FILE
+        self.modules = root / MODULES_FILE
         self.events = root / "events.jsonl"
         self.metrics = root / "metrics.jsonl"
         self.rollouts = root / "rollouts"
@@ -213,8 +217,9 @@ def _holds_something(folder: Path) -> bool:
     return folder.is_dir() and any(path.name != OWNER_FILE for path in folder.iterdir())
 
 
-def record_settings(settings: RunSettings, paths: RunPaths, recipe: Mapping[str, Any] | None) -> list[Difference]:
-    """Write the resolved settings into the folder, and the recipe that they were made of, where there is one.
+def record_settings(settings: RunSettings, paths: RunPaths, recipe: SettingsFile | None) -> list[Difference]:
+    """Write the resolved settings into the folder, and the recipe that they were made of, where there is one that is
+    not the folder's own file.
 
     Where a run goes on with settings that change what it learns, those before are kept in `superseded/`, and the
     differences returned. Raises `SettingsError` where that is not allowed or no file can hold them, and `DataError`
@@ -229,8 +234,9 @@ def record_settings(settings: RunSettings, paths: RunPaths, recipe: Mapping[str,
             _keep(paths.settings, paths.superseded)
         if before is None or differences(before, settings, of_places=True):
             replace_durably(paths.settings, resolved.encode())
-        if recipe is not None:
-            replace_durably(paths.recipe, tomli_w.dumps(_without_none(recipe)).encode())
+        if recipe is not None and not recipe.is_at(paths.settings):
+            replace_durably(paths.recipe, tomli_w.dumps(_without_none(recipe.table)).encode())
+            replace_durably(paths.modules, os.fsencode(module_folders(Path(recipe.path))[-1]))
     return changed
 
 

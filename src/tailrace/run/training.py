@@ -15,11 +15,11 @@ from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as package_version
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import msgspec
 
-from tailrace.config import RUNS, RunSettings, plan_run, with_decay_end, with_scaled_deadlines
+from tailrace.config import RUNS, RunSettings, SettingsFile, plan_run, with_decay_end, with_scaled_deadlines
 from tailrace.errors import TailraceError
 from tailrace.lifecycle.exit_codes import ExitCode, exit_code_named, exit_code_of
 from tailrace.lifecycle.garbage import hold_old_objects
@@ -84,7 +84,7 @@ async def train(
     settings: RunSettings,
     parent: Path = RUNS,
     *,
-    recipe: Mapping[str, Any] | None = None,
+    recipe: SettingsFile | None = None,
     given: Mapping[str, object] = MappingProxyType({}),
     callbacks: Callbacks | None = None,
     abort: Callable[[ExitCode], NoReturn] = exit_at_once,
@@ -130,7 +130,7 @@ async def train(
 async def _train_in(
     paths: RunPaths,
     settings: RunSettings,
-    recipe: Mapping[str, Any] | None,
+    recipe: SettingsFile | None,
     environments: dict[str, LoadedEnvironment],
     devices: Mapping[str, tuple[str, ...]],
     *,
