@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import signal
+import socket
 from collections import Counter
 from pathlib import Path
 
@@ -14,9 +15,9 @@ import pytest
 from tailrace.config import load_settings
 from tailrace.errors import SettingsError
 from tailrace.records import CheckpointWritten, RunStatus, StepTrained, TrainerStarted
-from tailrace.reporting.summary import RunSummary, summary_text, write_summary
+from tailrace.reporting.summary import RunSummary, read_summary, summary_text, write_summary
 from tailrace.run.training import train
-from tests.run.runs import RESUMED, command, environment, records, rollouts, run_inline, trained_tasks
+from tests.run.runs import RESUMED, WITHOUT_MODEL, command, environment, records, rollouts, run_inline, trained_tasks
 from tests.support.event_files import read_events
 
 DATA = (
@@ -98,6 +99,27 @@ async def test_a_run_goes_on_with_its_own_settings_and_others_only_where_that_is
     assert (tmp_path / "run" / "superseded" / "config_1.toml").read_bytes() == before
     assert "learning_rate = 0.0007" in config.read_text()
     assert "Goes on with max_steps = 2 in place of 1." in (tmp_path / "run" / "logs" / "orchestrator.log").read_text()
+
+
+async def test_a_resume_that_fails_as_it_is_composed_leaves_a_summary_with_the_figures_of_before(
+    tmp_path: Path,
+) -> None:
+    before = await run_inline(tmp_path / "runs", *DATA, "--max_steps", "2")
+    (tmp_path / "runs" / "run" / "summary.json").unlink()  # as if killed
+    with (
+        socket.create_server(("127.0.0.1", 0)) as taken,
+        command(tmp_path, *DATA, *WITHOUT_MODEL, *RESUMED, "--gateway.port", str(taken.getsockname()[1])) as run,
+    ):
+        status, printed = run.wait()
+    assert status == 2, printed
+    summary = read_summary(run.folder)
+    assert summary is not None
+    assert (summary.status, summary.exit_code) == (RunStatus.FAILED, 2)
+    assert "cannot listen there" in summary.reason
+    assert (summary.steps, summary.starts, summary.ledger) == (2, 1, before.ledger)
+    assert summary.tokens_trained == before.tokens_trained > 0
+    assert (tmp_path / summary.checkpoint_path).name == "step_000002"
+    assert 0 < summary.wall_s <= before.wall_s
 
 
 async def test_steps_after_the_checkpoint_are_trained_again_and_told_once(tmp_path: Path) -> None:

@@ -327,18 +327,16 @@ class RunObserver(SchedulerObserver):
         return line
 
 
-def with_figures(summary: RunSummary, ledger: Ledger, observer: RunObserver) -> RunSummary:
+def with_figures(summary: RunSummary, totals: RunTotals, ledger: LedgerSummary) -> RunSummary:
     """The summary with the figures of a run whose rollouts began, now or in an earlier start; its ledger is closed."""
-    totals, ratios, rewards = observer.totals, observer.totals.ratios(), observer.totals.rewards
+    ratios, rewards = totals.ratios(), totals.rewards
     generated, cpu_s = int(totals.sum("rollout/generated_tokens")), totals.sum("cpu/")
     waits = {str(cause): totals.sum(f"scheduler/{name}") for cause, name in WAITS.items()}
     return msgspec.structs.replace(
         summary,
         steps=summary.steps or totals.step,
         policy_version=summary.policy_version or totals.policy_version,
-        starts=observer.starts,
-        dropped_records=summary.dropped_records + observer.counts_before.get("sinks/dropped_records", 0),
-        ledger=observer.tally(ledger),
+        ledger=ledger,
         cpu_s=cpu_s,
         peak_rss_bytes=totals.peak_rss_bytes(),
         reward_first=rewards.first,

@@ -289,6 +289,8 @@ def wind_back(paths: RunPaths, step: int) -> None:
 
 def count_starts(paths: RunPaths) -> int:
     """How often the run was started and its trainer came up, so far; once, however often that was started again."""
+    if not paths.events.is_file():
+        return 0
     with paths.events.open("rb") as events:
         return len({found.group(1) for line in events if (found := _STARTED.match(line))})
 

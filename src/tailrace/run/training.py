@@ -31,8 +31,9 @@ from tailrace.reporting.live import LiveView, wants_live_view
 from tailrace.reporting.logs import Terminal, setup_logging
 from tailrace.reporting.observer import with_figures
 from tailrace.reporting.report import write_report
-from tailrace.reporting.summary import RunSummary, write_summary
+from tailrace.reporting.summary import LedgerSummary, RunSummary, summed_up_s, write_summary
 from tailrace.reporting.tokens import require_parquet
+from tailrace.reporting.totals import RunTotals, read_totals
 from tailrace.reporting.trackers.hub import open_trackers
 from tailrace.reporting.trackers.registry import require_trackers
 from tailrace.rollouts import LoadedEnvironment
@@ -40,7 +41,7 @@ from tailrace.run.callbacks import Callbacks
 from tailrace.run.composition import ComposedRun, RunGround, compose
 from tailrace.run.devices import describe_devices, role_devices
 from tailrace.run.engines import require_engine
-from tailrace.run.folder import RunPaths, open_run_folder, record_settings, writing
+from tailrace.run.folder import RunPaths, count_starts, open_run_folder, record_settings, writing
 from tailrace.run.limits import require_room
 from tailrace.run.model_checks import require_frozen_models, require_known_files
 from tailrace.run.notices import wait_for_notice
@@ -72,6 +73,7 @@ _STOPPED_BY = {
 _HURRIED = (ExitCode.TERMINATED, ExitCode.PREEMPTED)
 """Who sends these ends everything soon after."""
 
+_DROPPED = "sinks/dropped_records"
 _PACKAGES = ("tailrace", "torch", "transformers", "numpy")
 
 
@@ -109,18 +111,14 @@ async def train(
     if settings.resume:
         await wait_for_owner_elsewhere(parent / settings.name)
     with open_run_folder(settings, parent) as paths, contextlib.ExitStack() as until_written:
-        try:
-            summary = await _train_in(
-                *(paths, settings, recipe, environments, devices),
-                callbacks=callbacks,
-                abort=abort,
-                resume_with=resume_with,
-                outside=outside,
-                until_written=until_written,
-            )
-        except Exception as error:
-            await asyncio.to_thread(_write_failed, settings, paths, error)
-            raise
+        summary = await _train_in(
+            *(paths, settings, recipe, environments, devices),
+            callbacks=callbacks,
+            abort=abort,
+            resume_with=resume_with,
+            outside=outside,
+            until_written=until_written,
+        )
         summary = await asyncio.to_thread(_written, summary, paths, with_report=settings.observability.report)
     if callbacks.error is not None:
         raise callbacks.error
@@ -157,7 +155,7 @@ async def _train_in(
     sentences = [*plan.sentences, *describe_devices(devices), *describe_places(settings, environments)]
     for sentence in [*sentences, *describe_lives(settings), *(f"Goes on with {one}." for one in changed)]:
         _logger.info(sentence)
-    async with contextlib.AsyncExitStack() as stack:
+    async with _summed_up_where_it_fails(settings, paths), contextlib.AsyncExitStack() as stack:
         if not launcher_class(settings.placement).runs_in_this_process:  # tensors in cycles live elsewhere
             stack.enter_context(hold_old_objects(plan.max_running))
             reserve_memory(plan.max_running)
@@ -289,7 +287,7 @@ async def _sum_up(run: ComposedRun, ended: TrainerEnded, exit_code: int) -> RunS
     """The run in figures, once everything else is written."""
     run.observer.write_rest(max(ended.step, run.orchestrator.step))
     await asyncio.to_thread(run.writer.close)
-    writer, orchestrator, ground = run.writer, run.orchestrator, run.ground
+    writer, orchestrator, ground, observer = run.writer, run.orchestrator, run.ground, run.observer
     summary = RunSummary(
         name=ground.settings.name,
         status=ended.status,
@@ -299,15 +297,21 @@ async def _sum_up(run: ComposedRun, ended: TrainerEnded, exit_code: int) -> RunS
         environments=list(ground.environments),
         steps=ended.step,
         policy_version=orchestrator.version,
-        wall_s=ground.elapsed_s + run.observer.earlier_wall_s,
+        starts=observer.starts,
+        wall_s=ground.elapsed_s + observer.earlier_wall_s,
         started_at=ground.started_at.isoformat(timespec="seconds"),
         checkpoint_path=orchestrator.checkpoint,
-        dropped_records=writer.dropped + writer.failed,
+        dropped_records=writer.dropped + writer.failed + observer.counts_before.get(_DROPPED, 0),
         versions=_versions(),
     )
-    if orchestrator.has_begun or run.observer.totals.steps:
-        summary = with_figures(summary, run.scheduler.ledger, run.observer)
-    if launcher_class(ground.settings.placement).has_roles_elsewhere:  # whose processes nobody here can ask
+    if not (orchestrator.has_begun or observer.totals.steps):
+        return summary
+    return _with_figures(summary, ground.settings, observer.totals, observer.tally(run.scheduler.ledger))
+
+
+def _with_figures(summary: RunSummary, settings: RunSettings, totals: RunTotals, ledger: LedgerSummary) -> RunSummary:
+    summary = with_figures(summary, totals, ledger)
+    if launcher_class(settings.placement).has_roles_elsewhere:  # whose processes nobody here can ask
         summary = msgspec.structs.replace(summary, cpu_s=None, tokens_per_cpu_s=None)
     return summary
 
@@ -329,9 +333,20 @@ def _written(summary: RunSummary, paths: RunPaths, *, with_report: bool) -> RunS
     return summary
 
 
+@contextlib.asynccontextmanager
+async def _summed_up_where_it_fails(settings: RunSettings, paths: RunPaths) -> AsyncIterator[None]:
+    """A start that cannot be composed, or taken apart, leaves a summary, too."""
+    try:
+        yield
+    except Exception as error:
+        await asyncio.to_thread(_write_failed, settings, paths, error)
+        raise
+
+
 def _write_failed(settings: RunSettings, paths: RunPaths, error: Exception) -> None:
-    """A summary of a start that could not be composed, or taken apart; none where nothing of it was begun."""
-    if paths.events.exists() and not settings.resume:  # what was resumed has one
+    """The summary of a start that failed, with the figures of what the run's folder holds of those before."""
+    with contextlib.suppress(TailraceError, OSError):  # the error is what matters
+        totals = read_totals(paths.metrics)
         failed = RunSummary(
             name=settings.name,
             status=RunStatus.FAILED,
@@ -339,10 +354,15 @@ def _write_failed(settings: RunSettings, paths: RunPaths, error: Exception) -> N
             exit_code=int(exit_code_of(error)),
             model=settings.model.name,
             environments=[one.id or one.name for one in settings.environments],
+            starts=max(1, count_starts(paths)),
+            wall_s=max(totals.clock_s, summed_up_s(paths.root)),
+            dropped_records=int(totals.counts().get(_DROPPED, 0)),
+            checkpoint_path=paths.newest_checkpoint(),
             versions=_versions(),
         )
-        with contextlib.suppress(OSError):
-            write_summary(paths.root, failed)
+        if totals.steps:
+            failed = _with_figures(failed, settings, totals, totals.ledger())
+        write_summary(paths.root, failed)
 
 
 def _incomplete(summary: RunSummary, why: str) -> RunSummary:
