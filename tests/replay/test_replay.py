@@ -1,15 +1,30 @@
 from __future__ import annotations
 
+import asyncio
+import sys
 from pathlib import Path
 
 import pytest
 
 from tailrace.cli import main
+from tailrace.config import load_settings, placed, read_settings_file
 from tailrace.errors import DataError, SettingsError
 from tailrace.replay.command import captured, made_up, parse_bytes, replay
 from tailrace.replay.experts import num_bytes
-from tests.run.runs import records, run_inline
+from tailrace.reporting.logs import logging_as_it_was
+from tailrace.run.training import train
+from tests.run.runs import TINY, records, run_inline
 
+SCORED = """\
+from tailrace.environments import EnvironmentSpec, single_turn_agent
+
+def reward(task, messages):
+    return float(len(messages[-1]["content"]))
+
+scored = EnvironmentSpec(
+    name="scored", agent=single_turn_agent(), reward=reward, train_tasks=[{"prompt": f"Say {n}"} for n in range(4)]
+)
+"""
 STAGES = ["advantages", "sample", "form_batch", "send_batch", "receive_batch", "record"]
 
 
@@ -37,6 +52,35 @@ async def test_one_phase_can_be_looked_at_beside_traffic_on_the_loop() -> None:
 async def test_a_phase_that_there_is_not_is_refused_with_those_that_there_are() -> None:
     with pytest.raises(SettingsError, match="this replay has: advantages, sample"):
         await replay(made_up("2x1"), only="scoring")
+
+
+async def test_a_capture_whose_environment_is_not_here_is_replayed_without_its_scores_and_says_why(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with logging_as_it_was():
+        await run_inline(tmp_path, "--max_steps", "1", "--observability.capture", "1")
+    file = tmp_path / "run" / "capture" / "settings.json"
+    file.write_text(file.read_text().replace("tests.support.run_environments:words", "not_here_any_more:words"))
+    await replay(captured(tmp_path / "run"), only="sample", repeat=1)
+    assert "score is left out: environment.name is 'not_here_any_more:words'" in caplog.text
+    with pytest.raises(SettingsError, match=r"has: advantages, .*; score is left out: .*not_here_any_more"):
+        await replay(captured(tmp_path / "run"), only="score")
+
+
+async def test_a_module_beside_the_file_that_the_captured_run_began_with_scores_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "replayed_beside.py").write_text(SCORED)
+    file = tmp_path / "mine.toml"
+    file.write_text("[model]\nname = 'bundled:quickstart'\n[[environments]]\nname = 'replayed_beside:scored'\n")
+    overrides = [*TINY, "--placement", "inline", "--max_steps", "1", "--observability.capture", "1"]
+    settings = load_settings(str(file), overrides)
+    with placed(str(file), overrides), logging_as_it_was():
+        await train(settings, tmp_path / "runs", recipe=read_settings_file(str(file)))
+    del sys.modules["replayed_beside"]
+    replaying = ["replay", str(tmp_path / "runs" / "mine"), "--phase", "score", "--repeat", "1"]
+    assert await asyncio.to_thread(main, replaying) == 0
+    assert "score" in capsys.readouterr().out
 
 
 async def test_made_up_groups_are_as_large_as_asked() -> None:

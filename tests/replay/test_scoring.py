@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from tailrace.records import Group, GroupId, Message, Reward, Rollout, RolloutId, SamplingParams, Task, TaskId
-from tailrace.replay.scoring import rescoring
+from tailrace.replay.scoring import environments_of, rescoring
 from tests.run.runs import tiny_settings
 
 
@@ -13,7 +13,7 @@ async def test_what_reward_functions_had_added_is_not_added_again() -> None:
     task = Task(TaskId("said/0"), "said", 0, {"prompt": "Say yes"})
     rollout = Rollout(RolloutId("r"), GroupId("g"), task, SamplingParams(), messages=messages, reward=captured, turns=1)
     settings = tiny_settings("--environment.name", "tests.support.trl_environments:said")
-    async with rescoring(settings) as score_again:
+    async with rescoring(settings, environments_of(settings)) as score_again:
         assert score_again is not None
         await score_again([Group(GroupId("g"), task, [rollout])])
     assert rollout.reward is not None

@@ -28,6 +28,7 @@ from tailrace.commands.arguments import (
 )
 from tailrace.errors import SettingsError
 from tailrace.extras import extra_needed
+from tailrace.user_code import modules_in
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,7 @@ class Replay:
 
     def __call__(self, overrides: list[str]) -> int:
         """Run the command."""
+        from tailrace.config import CONFIG_FILE, module_folders
         from tailrace.replay.command import captured, made_up, replay
         from tailrace.replay.measuring import HEADINGS, as_json, rows
 
@@ -101,7 +103,8 @@ class Replay:
         if self.repeat < 1 or self.traffic < 0:
             raise SettingsError(f"--repeat is {self.repeat} and --traffic {self.traffic}; at least 1 and 0")
         plan = captured(self.capture) if self.capture else made_up(self.synthetic or "", self.routed_experts)
-        costs = run_to_end(replay(plan, only=self.phase, traffic=self.traffic, repeat=self.repeat))
+        with modules_in(*(module_folders(self.capture / CONFIG_FILE) if self.capture else ())):
+            costs = run_to_end(replay(plan, only=self.phase, traffic=self.traffic, repeat=self.repeat))
         table = Table(box=None, pad_edge=False)
         for heading in HEADINGS:
             table.add_column(heading, no_wrap=True, justify="left" if heading == HEADINGS[0] else "right")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 import tempfile
 import uuid
@@ -12,14 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tailrace.config import RunSettings
-from tailrace.errors import DataError, SettingsError
+from tailrace.errors import DataError, SettingsError, TailraceError
 from tailrace.guards import guarded
 from tailrace.lifecycle.resources import own_shared_memory, own_socket_folder, remove_leftovers
 from tailrace.records import Group
 from tailrace.replay.capture import SETTINGS_FILE, capture_folders, read_capture
 from tailrace.replay.experts import ReplayedExperts, num_bytes
 from tailrace.replay.measuring import Replay, StageCost
-from tailrace.replay.scoring import rescoring
+from tailrace.replay.scoring import ScoreAgain, environments_of, rescoring
 from tailrace.replay.stages import Pipeline
 from tailrace.replay.synthetic import SyntheticLoad, synthetic_groups
 from tailrace.scheduling.settings import SchedulingSettings
@@ -27,6 +28,8 @@ from tailrace.tracing.phases import PhaseRecorder
 from tailrace.transport.batches.channels import ChannelBatchReceiver, ChannelBatchSender
 from tailrace.transport.batches.stores import FileSource, SharedMemoryStore
 from tailrace.transport.channels import ipc_address
+
+_logger = logging.getLogger(__name__)
 
 _SIZE = re.compile(r"(?P<number>\d+(\.\d+)?)\s*(?P<unit>B|KB|MB|GB)?", re.IGNORECASE)
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -72,7 +75,7 @@ async def replay(plan: ReplayPlan, *, only: str | None = None, traffic: int = 0,
         stack.push_async_callback(receiver.close)
         experts = stack.enter_context(ReplayedExperts(shared_memory))
         groups = await asyncio.to_thread(plan.groups, experts)
-        score = await stack.enter_async_context(rescoring(plan.settings)) if plan.settings is not None else None
+        score, why_not = await _scored_again(plan.settings, stack)
         pipeline = Pipeline(
             groups,
             plan.scheduling(groups),
@@ -83,9 +86,21 @@ async def replay(plan: ReplayPlan, *, only: str | None = None, traffic: int = 0,
             open_payload=experts.open if experts else None,
         )
         if only is not None and only not in pipeline.stages:
-            raise SettingsError(f"--phase is {only!r}; this replay has: {', '.join(pipeline.stages)}")
+            raise SettingsError(f"--phase is {only!r}; this replay has: {', '.join(pipeline.stages)}{why_not}")
         measuring = Replay(pipeline, recorder, payload_bytes=num_bytes(groups), traffic=traffic, repeat=repeat)
         return await asyncio.create_task(measuring.measure(only))
+
+
+async def _scored_again(settings: RunSettings | None, stack: AsyncExitStack) -> tuple[ScoreAgain | None, str]:
+    """What scores captured rollouts again, until `stack` is left; and why nothing does, where it should."""
+    if settings is None:
+        return None, ""
+    try:
+        loaded = await asyncio.to_thread(environments_of, settings)
+    except TailraceError as error:  # the capture may have come here without its environments
+        _logger.warning("score is left out: %s", error)
+        return None, f"; score is left out: {error}"
+    return await stack.enter_async_context(rescoring(settings, loaded)), ""
 
 
 def captured(folder: Path) -> ReplayPlan:

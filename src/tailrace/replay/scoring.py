@@ -12,7 +12,6 @@ from tailrace.config import RunSettings
 from tailrace.environments import EnvironmentSpec, load_environment
 from tailrace.environments.named_rewards import weighted_sum
 from tailrace.environments.results import AgentResult, as_agent_result
-from tailrace.errors import TailraceError
 from tailrace.records import Group, Rollout
 from tailrace.rollouts import ErrorBudget, WorkerPool
 from tailrace.rollouts.scoring import RewardFunctions, Scorer
@@ -21,13 +20,17 @@ ScoreAgain: TypeAlias = Callable[[Sequence[Group]], Awaitable[None]]
 """Scores every rollout, each in a task of its own."""
 
 
+def environments_of(settings: RunSettings) -> list[EnvironmentSpec]:
+    """A run's. Raises `TailraceError`, also where a capture came here without them."""
+    return [load_environment(chosen) for chosen in settings.environments]
+
+
 @asynccontextmanager
-async def rescoring(settings: RunSettings) -> AsyncIterator[ScoreAgain | None]:
-    """Scores again what a run's reward functions score; None where there are none. What agents returned stays."""
-    try:
-        loaded = await asyncio.to_thread(lambda: [load_environment(chosen) for chosen in settings.environments])
-    except TailraceError:  # the capture may have come here without its environments
-        loaded = []
+async def rescoring(settings: RunSettings, loaded: Sequence[EnvironmentSpec]) -> AsyncIterator[ScoreAgain | None]:
+    """Scores again what the reward functions of a run's environments, `loaded`, score; None where there are none.
+
+    What agents returned stays.
+    """
     specs = {spec.name: spec for spec in loaded if spec.scores_rollouts}
     if not specs:
         yield None
