@@ -309,6 +309,7 @@ async def test_a_silent_client_loses_its_rollout_and_one_that_waits_for_an_answe
         assert (await run.ask(lost)).status_code == 410
         await move_clock(monkeypatch, 45.0)
         assert (await answering).status_code == 200
+        await move_clock(monkeypatch, 30.0)  # of work of its own, well within the lease
         await run.report(kept, 1.0)
         assert (await patient).reward is not None
 

@@ -1,7 +1,7 @@
 """Rollouts that wait for clients outside: offered, claimed by `POST /rollouts`, held while their client is heard of.
 
     claimed ─► waiting, by environment ─► claim ─► told where it is played
-    play ─► (claimed here, or in another process) ─► lease: each request begins it anew ─► ended, or lost
+    play ─► (claimed here, or in another process) ─► lease: begins anew with each request and its end ─► ended, or lost
 
 A client claims the rollout that has waited longest, and gets its address, its key, its task and its limits. One that
 brings a task gets a rollout of it where there is one, and else has it played by a group that has no task yet.

@@ -99,7 +99,7 @@ class Session(Endpoint):
         return self._ended.is_set()
 
     def hear(self) -> None:
-        """A client asks for something."""
+        """A client asks for something, or has waited for an answer until now."""
         self.heard_s = asyncio.get_running_loop().time()
 
     @property

@@ -184,6 +184,7 @@ class Turns:
         turn = Turn(session, ask, repeatable)
         self.running.add(turn)
         turn.on_end(self.running.discard)
+        turn.on_end(lambda _: session.hear())  # until now it was waited for
         if repeatable.may_be_retried:
             self._remembered.append(turn)
         return turn
