@@ -312,6 +312,18 @@ def test_a_command_that_is_missing_is_refused_when_its_environment_is_loaded(
         )
 
 
+@pytest.mark.parametrize("has_template", [False, True])
+async def test_an_argument_may_be_longer_than_any_file_s_name(
+    renderer: ChatRenderer, tmp_path: Path, has_template: bool
+) -> None:
+    template = tmp_path / "template"
+    template.mkdir()
+    spec = spec_of(command=[*ASKING, "a prompt " * 1000], template=template if has_template else None)
+    rollout = await run(renderer, spec)
+    assert rollout.reward is not None
+    assert rollout.reward.value == 1.0
+
+
 def test_a_process_that_is_killed_leaves_no_program_behind(tmp_path: Path) -> None:
     """Neither one that is being asked for a reward, nor a daemon that it started, nor their folder."""
     script = tmp_path / "killed.py"

@@ -266,7 +266,7 @@ class CommandAgent:
         if (own := self._own_file(argument)) is not None:
             return own
         path = self.base / argument
-        if path.is_file():
+        if os.path.isfile(path):  # which any text may be asked about: some are too long for a path
             return str(path)
         if argument.endswith(".py"):
             raise SettingsError(f"command_agent: there is no file {argument!r} (from {self.base})")
@@ -274,7 +274,7 @@ class CommandAgent:
 
     def _own_file(self, name: str) -> str | None:
         """A file of the template, as the program's own folder has it."""
-        if self.template is None or not (self.template / name).is_file() or os.path.isabs(name):
+        if self.template is None or not os.path.isfile(self.template / name) or os.path.isabs(name):
             return None
         return os.path.join(os.curdir, name)
 
