@@ -254,7 +254,7 @@ class Rollouter:
             return self._attempts.run(limited(work, group, environment), what=what, limit_s=limit_s)
 
         with phase("score_group", track="groups", about={"group": group.group_id}):
-            return await self._scorer.score_group(group, stages, deadline=deadline)
+            return await self._scorer.score_group(group, stages, deadline=deadline, named=environment.spec.rewards)
 
     def _tell_of_scoring_alone(self, spec: EnvironmentSpec) -> None:
         if spec.name not in self._scored_alone:

@@ -358,8 +358,9 @@ async def test_functions_that_compare_the_rollouts_of_a_group_see_them_together(
         (group,) = await scored.score(own)
         assert group.rewards == [1.0, 1.5, 1.0]
         assert [len(rollout.reward.components) for rollout in group.rollouts if rollout.reward] == [2, 2, 1]
-        with pytest.raises(InvalidReward, match=r"reward of rollout 0\.1 is missing"):
+        with pytest.raises(InvalidReward, match=r"rollout 0\.1 is missing: none of longest applies") as raised:
             await scored.score(group_of(scored.spec, "something", ""))
+        assert not raised.value.is_mistake  # it says so itself of this completion, and worked
 
 
 async def test_what_an_environment_reports_is_kept_where_a_group_gives_the_reward(renderer: ChatRenderer) -> None:

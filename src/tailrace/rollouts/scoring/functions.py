@@ -15,8 +15,8 @@ from tailrace.environments import AgentResult, EnvironmentSpec, NamedReward
 from tailrace.environments.callables import is_async, settled
 from tailrace.environments.named_rewards import ScoredRollout, TrainerState, checked_values, weighted_sum
 from tailrace.environments.results import as_agent_result
-from tailrace.errors import InvalidReward
 from tailrace.records import FirstReply, Group, Message, Rollout, Task
+from tailrace.rollouts.scoring.scorer import missing_reward
 from tailrace.rollouts.workers.pool import WorkerPool
 
 _logger = logging.getLogger(__name__)
@@ -51,10 +51,7 @@ class RewardFunctions:
         if spec.adds_rewards and reported.reward is not None:
             result = replace(result, reward=reported.reward + (result.reward or 0.0))
         if result.reward is None and spec.rewards and not spec.scores_groups:
-            raise InvalidReward(
-                f"task {rollout.task.task_id}: the reward of rollout {rollout.rollout_id} is missing: none of "
-                f"{', '.join(spec.rewards)} applies to it"
-            )
+            raise missing_reward(rollout, spec.rewards)
         return result.over(reported).with_info_keys(spec.info_keys)
 
     def _tell_of_replacing(self, spec: EnvironmentSpec) -> None:

@@ -11,7 +11,7 @@ what came in: rollouts in submission order, with their metadata, metrics and tok
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from copy import copy
 from typing import Any, TypeAlias
@@ -94,12 +94,18 @@ class Scorer:
             rollout.reward = reward
 
     async def score_group(
-        self, group: Group, stages: Sequence[ScoreGroup] = (), *, deadline: WithDeadline | None = None
+        self,
+        group: Group,
+        stages: Sequence[ScoreGroup] = (),
+        *,
+        deadline: WithDeadline | None = None,
+        named: Collection[str] = (),
     ) -> list[Group]:
         """A complete group as the `stages`, one after another, rescored, split or (an empty list) discarded it.
 
         Without stages the rollouts' own rewards stand. An empty group is discarded at once. `deadline` is asked to run
-        the stages once a slot among `concurrency` is free.
+        the stages once a slot among `concurrency` is free. Reward functions are `named`, none of which need apply to a
+        rollout.
 
         Raises what a stage raises, `ScoringFailed` where it returned something else than groups of these rollouts or
         results for them, `InvalidReward` where a rollout is left without a finite reward, and `ErrorBudgetSpent`.
@@ -111,7 +117,7 @@ class Scorer:
         self._groups.started += 1
         try:
             groups = await self._staged(group, stages, members, deadline) if stages else [group]
-            self._check(groups)
+            self._check(groups, named)
         except Exception as error:
             group.rollouts = members
             for rollout, reward in zip(members, own, strict=True):
@@ -135,15 +141,22 @@ class Scorer:
             group.metrics["score_group_s"] = clock() - since
         return adopted(returned, group, members)
 
-    def _check(self, groups: Iterable[Group]) -> None:
+    def _check(self, groups: Iterable[Group], named: Collection[str]) -> None:
         for group in groups:
             for rollout in group.rollouts:
                 if rollout.reward is not None:
                     rollout.reward = _checked(rollout.reward, rollout)
                 elif not self._keeps_unscored:
-                    raise InvalidReward(
-                        f"{_of(rollout)} is missing; return it from the agent, its observations or `reward`"
-                    ).as_mistake()
+                    raise missing_reward(rollout, named)
+
+
+def missing_reward(rollout: Rollout, named: Collection[str]) -> InvalidReward:
+    """Of a rollout that nothing gave one: no mistake where there are `named` functions, which may not apply."""
+    if named:
+        return InvalidReward(f"{_of(rollout)} is missing: none of {', '.join(named)} applies to it")
+    return InvalidReward(
+        f"{_of(rollout)} is missing; return it from the agent, its observations or `reward`"
+    ).as_mistake()
 
 
 def _checked(returned: object, rollout: Rollout) -> Reward:
