@@ -231,6 +231,13 @@ def broken(*, ends: bool = False) -> EnvironmentSpec:
     return EnvironmentSpec(name="broken", agent=behaving, train_tasks=ROWS)
 
 
+def ranked_while(path: str) -> EnvironmentSpec:
+    """Can be loaded while that file is there, and always in the process that has marked itself."""
+    if os.environ.get("TAILRACE_TEST_PARENT") != str(os.getpid()) and not Path(path).exists():
+        raise RuntimeError("half saved")
+    return EnvironmentSpec(name="ranked_while", agent=behaving, score_group=rank, train_tasks=ROWS)
+
+
 MISBEHAVING = ("sleep", "exit", "sys.exit", "interrupt", "crash", "fork", "leave a thread", "block signals", "raise")
 
 

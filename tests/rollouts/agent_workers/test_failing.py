@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
+from typing_extensions import override
 
 from tailrace.errors import EnvironmentFailed, LifecycleError, SettingsError, WorkerLost
 from tailrace.records import Rollout
 from tailrace.rollouts import ChatRenderer
 from tailrace.rollouts.agent_workers import WorkerWatch
+from tailrace.rollouts.agent_workers.places import LocalPlace, LocalProcess
+from tailrace.rollouts.agent_workers.pool import LONGEST_PAUSE_S
 from tests.rollouts.agent_workers.played import PATIENCE_S, Run, processes
+from tests.support.clocks import move_clock
 from tests.support.descendants import still_run
 
 BLOCK_S = 2.0
@@ -150,6 +156,46 @@ async def test_a_worker_that_has_played_may_be_killed_again_and_again_while_it_i
         assert (await run.rollout()).turns == 2
 
 
+class Machine(LocalPlace):
+    """One that may have no memory for another process."""
+
+    is_full = False
+
+    @override
+    async def start(self, protocol: asyncio.Protocol) -> LocalProcess:
+        if self.is_full:
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+        return await super().start(protocol)
+
+
+@pytest.mark.parametrize("is_full", [False, True], ids=["module", "memory"])
+async def test_a_worker_that_cannot_be_started_again_is_tried_again_while_others_play(
+    renderer: ChatRenderer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    is_full: bool,
+) -> None:
+    monkeypatch.setenv("TAILRACE_TEST_PARENT", str(os.getpid()))
+    (module := tmp_path / "own.py").touch()
+    machine = Machine(None)
+    async with Run(renderer, "ranked_while", places=[machine, LocalPlace(None)], args={"path": str(module)}) as run:
+        await run.agents.start()
+        machine.is_full = is_full
+        if not is_full:
+            module.unlink()
+        os.kill(run.agents.pids()["agent_worker_0"], signal.SIGKILL)
+        await until(lambda: "Others play on" in caplog.text)
+        assert "agent worker 0 could not be started again: " in caplog.text
+        assert ("Cannot allocate memory" if is_full else "RuntimeError: half saved") in caplog.text
+        assert (await run.rollout(name="ranked_while")).turns == 2
+        machine.is_full = False
+        module.touch()
+        await move_clock(monkeypatch, LONGEST_PAUSE_S)
+        await run.agents.start()
+        assert len(run.agents.pids()) == 2
+
+
 async def test_a_worker_that_is_stopped_while_it_starts_is_killed_and_started_once_more(
     renderer: ChatRenderer, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -229,8 +275,12 @@ async def test_a_rollout_that_is_cancelled_before_its_worker_began_it_is_held_no
 
 
 async def until_it_holds(num_rollouts: int, run: Run) -> None:
+    await until(lambda: run.agents.flush_figures()[0].rollouts == num_rollouts)
+
+
+async def until(happened: Callable[[], bool]) -> None:
     async with asyncio.timeout(PATIENCE_S):
-        while run.agents.flush_figures()[0].rollouts != num_rollouts:  # noqa: ASYNC110  (nothing tells of it)
+        while not happened():  # noqa: ASYNC110  (nothing tells of it)
             await asyncio.sleep(0.01)
 
 

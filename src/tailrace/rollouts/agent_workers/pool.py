@@ -234,9 +234,21 @@ class AgentWorkers:
         """Once more where the process ends meanwhile, and more often where it could be started before."""
         for left in reversed(range(_TRIES_AGAIN if worker.restarts else _TRIES)):
             try:
-                await worker.start()
+                await _start_process(worker)
                 break
             except LifecycleError as error:
                 if not left:
                     raise
                 _logger.warning("%s; it is started once more", error)
+
+
+async def _start_process(worker: AgentWorker) -> None:
+    """Raises as `AgentWorker.start` does, and `LifecycleError` alone for one that has been there: what it may not find
+    now (its module is being saved, a server is away, the machine has no memory) it has found before.
+    """
+    try:
+        await worker.start()
+    except (TailraceError, OSError) as error:
+        if not worker.restarts or isinstance(error, LifecycleError):
+            raise
+        raise LifecycleError(f"{worker.name} could not be started again: {error}") from error
