@@ -352,12 +352,11 @@ class Rollouter:
             stages.append(self._teacher)
         if any(reward.together for reward in spec.rewards.values()):
             here = partial(self._player.functions.score_group, spec=spec)
-            stages.append(here if agents is None else partial(agents.score, by=ScoredBy.REWARDS))
+            stages.append(_scored_in(agents, ScoredBy.REWARDS, here))
         if spec.score_group is not None:
-            own = spec.score_group if agents is None else partial(agents.score, by=ScoredBy.SCORE_GROUP)
-            stages.append(partial(self._score_by_own, own))
+            stages.append(partial(self._score_by_own, _scored_in(agents, ScoredBy.SCORE_GROUP, spec.score_group)))
         elif (judge := self._judge(spec)) is not None:
-            stages.append(judge if agents is None else partial(agents.score, by=ScoredBy.JUDGE))
+            stages.append(_scored_in(agents, ScoredBy.JUDGE, judge))
         return stages
 
     async def _score_by_own(
@@ -388,6 +387,18 @@ class Rollouter:
             max_tokens=environment.sampling.max_tokens,
             greedy=self._greedy,
         )
+
+
+def _scored_in(agents: AgentWorkers | None, by: ScoredBy, here: ScoreGroup) -> ScoreGroup:
+    """By `agents`, or `here` where there are none, or their newest process could not load what scores."""
+    if agents is None:
+        return here
+
+    async def score(group: Group) -> Group | list[Group] | list[AgentResult] | None:
+        scored = await agents.score(group, by=by)
+        return await here(group) if scored is None else scored
+
+    return score
 
 
 def _columns_of(rollouts: Sequence[Rollout]) -> set[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -114,6 +114,16 @@ class Run:
         self, behave: str = "well", replies: Sequence[str | Exception] = ("yes", "no"), name: str = "agents"
     ) -> Rollout:
         return await self.begin(behave, replies, name)
+
+
+async def until_it_holds(num_rollouts: int, run: Run) -> None:
+    await until(lambda: run.agents.flush_figures()[0].rollouts == num_rollouts)
+
+
+async def until(happened: Callable[[], bool]) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while not happened():  # noqa: ASYNC110  (nothing tells of it)
+            await asyncio.sleep(0.01)
 
 
 def processes() -> set[psutil.Process]:

@@ -8,7 +8,6 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -21,7 +20,7 @@ from tailrace.rollouts import ChatRenderer
 from tailrace.rollouts.agent_workers import WorkerWatch
 from tailrace.rollouts.agent_workers.places import LocalPlace, LocalProcess
 from tailrace.rollouts.agent_workers.pool import LONGEST_PAUSE_S
-from tests.rollouts.agent_workers.played import PATIENCE_S, Run, processes
+from tests.rollouts.agent_workers.played import PATIENCE_S, Run, processes, until, until_it_holds
 from tests.support.clocks import move_clock
 from tests.support.descendants import still_run
 
@@ -272,16 +271,6 @@ async def test_a_rollout_that_is_cancelled_before_its_worker_began_it_is_held_no
         await asyncio.sleep(0.05)  # by then both messages lie in its socket
         os.kill(pid, signal.SIGCONT)
         await until_it_holds(0, run)
-
-
-async def until_it_holds(num_rollouts: int, run: Run) -> None:
-    await until(lambda: run.agents.flush_figures()[0].rollouts == num_rollouts)
-
-
-async def until(happened: Callable[[], bool]) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while not happened():  # noqa: ASYNC110  (nothing tells of it)
-            await asyncio.sleep(0.01)
 
 
 async def test_closing_while_a_worker_starts_leaves_nothing(renderer: ChatRenderer) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ import pytest
 from tailrace.errors import JudgeFailed, RolloutError, ScoringFailed, WorkerLost
 from tailrace.records import Group, GroupId, Rollout
 from tailrace.rollouts import ChatRenderer
-from tests.rollouts.agent_workers.played import Run
+from tests.rollouts.agent_workers.played import Run, until_it_holds
 from tests.support.judge_endpoint import Answer, endpoint
 from tests.support.scripted_generate import ScriptedGenerate
 
@@ -126,6 +128,24 @@ async def test_a_score_that_crashes_is_tried_in_one_more_worker_and_then_fails(r
         assert isinstance(raised.value, WorkerLost)
         await asyncio.wait_for(scored(run, "well"), 60)
         assert run.agents.flush_figures()[0].restarts == 2
+
+
+async def test_a_score_is_given_here_once_its_environment_is_played_here(
+    renderer: ChatRenderer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TAILRACE_TEST_PARENT", str(os.getpid()))
+    (module := tmp_path / "own.py").touch()
+    async with Run(renderer, "ranked_while", workers="auto", args={"path": str(module)}) as run:
+        member = await run.rollout(name="ranked_while")
+        (pid,) = run.agents.pids().values()
+        os.kill(pid, signal.SIGSTOP)
+        scoring = asyncio.create_task(run.rollouter.score(Group(GroupId("g"), member.task, [member])))
+        await until_it_holds(1, run)
+        module.unlink()
+        os.kill(pid, signal.SIGKILL)
+        (group,) = await scoring
+        assert group.rollouts[0].reward is not None
+        assert group.rollouts[0].reward.components == {"pid": os.getpid()}
 
 
 @pytest.mark.parametrize(

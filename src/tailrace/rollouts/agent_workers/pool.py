@@ -113,15 +113,19 @@ class AgentWorkers:
         self._played += 1
         return played
 
-    async def score(self, group: Group, *, by: ScoredBy) -> list[Group] | list[AgentResult]:
+    async def score(self, group: Group, *, by: ScoredBy) -> list[Group] | list[AgentResult] | None:
         """Score a group by its environment's `score_group`, its named functions for groups, or its judge.
 
-        Once more where the worker is lost, and wherever another rollout was to blame for that. Raises as `play` does.
+        Once more where the worker is lost, and wherever another rollout was to blame for that. None where that has
+        made its environment one that is not played here. Raises as `play` does.
         """
         tries_left = 2
         while True:
+            worker = await self._least_busy()
+            if group.task.environment in self._not_loaded:
+                return None
             try:
-                return await (await self._least_busy()).score(group, by=by)
+                return await worker.score(group, by=by)
             except WorkerLost as lost:
                 tries_left -= not lost.is_blameless
                 if not tries_left:
