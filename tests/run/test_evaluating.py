@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from pathlib import Path
 
 import pytest
@@ -10,12 +11,15 @@ import pytest
 from tailrace.config import RunSettings
 from tailrace.config.sources import recipe_folder
 from tailrace.errors import EnvironmentFailed, SettingsError
+from tailrace.free_ports import free_port
 from tailrace.lifecycle.resources import shared_memory_folder
 from tailrace.run.evaluating import evaluate_model, save_rollouts
 from tests.run.runs import environment, records, tiny_settings
 from tests.run.test_serve import address_of, serving
 
 INLINE = ("--placement", "inline")
+ASKING = ("--environment.name", "tests.support.program_environments:asking")
+"""Its agents need an address of their policy."""
 GREEDY = ("--rollouts.evaluation.temperature", "0")
 
 
@@ -61,3 +65,13 @@ async def test_an_environment_that_no_worker_can_load_fails_the_evaluation_once(
     held_out = ("--environment.eval_tasks", "1")
     with pytest.raises(EnvironmentFailed, match="not in a worker"):
         await evaluate_model(settings(*INLINE, *environment("loading_only_here"), *held_out))
+
+
+async def test_an_evaluation_needs_no_port_for_agents_that_ask_for_no_address() -> None:
+    """As beside a run with the same settings."""
+    port = free_port(count=2)
+    apart = ("--rollouts.agent_workers", "1", "--gateway.port", str(port))
+    with socket.create_server(("127.0.0.1", port)), socket.create_server(("127.0.0.1", port + 1)):
+        assert await rewards(*apart) == await rewards(*INLINE)
+        with pytest.raises(SettingsError, match=rf"gateway\.port = {port + 1}: cannot listen there .* or port 0"):
+            await evaluate_model(settings(*apart, *ASKING), limit=1)

@@ -18,7 +18,7 @@ class GatewaySettings(BaseModel):
         ge=0,
         le=65535,
         description="0: a free one, taken where an agent first asks for its policy's address. Otherwise the"
-        " orchestrator's, from the start on; agent worker n, counted from 1, listens at port + n.",
+        " orchestrator's, from the start of a run on; agent worker n, counted from 1, listens at port + n.",
     )
     sampling: Literal["client", "run"] = Field(
         "client",

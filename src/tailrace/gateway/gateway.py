@@ -38,12 +38,21 @@ _LOOPBACK = {_EVERYWHERE: "127.0.0.1", "::": "[::1]"}
 class Gateway(Endpoints):
     """HTTP endpoints for rollouts' policies, served on the running event loop. Close it, or use it as a context.
 
-    It listens from when the first endpoint is opened, or from `start` on.
+    It listens from when the first endpoint is opened, or with a port of its own from `start` on.
     """
 
-    def __init__(self, settings: GatewaySettings | None = None, *, model: str = "policy", secret: bytes = b"") -> None:
-        """`model` is what `/v1/models` calls the policy, `secret` as `Sessions` takes it."""
-        self.settings, self._model = settings or GatewaySettings(), model
+    def __init__(
+        self,
+        settings: GatewaySettings | None = None,
+        *,
+        model: str = "policy",
+        secret: bytes = b"",
+        from_start: bool = True,
+    ) -> None:
+        """`model` is what `/v1/models` calls the policy, `secret` as `Sessions` takes it. Unless it listens
+        `from_start`, its port may be another's for as long as no rollout needs it.
+        """
+        self.settings, self._model, self._from_start = settings or GatewaySettings(), model, from_start
         self.tally = Tally()
         self.sessions = Sessions(self.settings, secret)
         self._starting: asyncio.Task[HttpServer] | None = None
@@ -78,7 +87,7 @@ class Gateway(Endpoints):
     def entry(self, worker: int) -> EndpointsEntry:
         port = self.settings.port and self.settings.port + 1 + worker
         settings = {**self.settings.model_dump(mode="json"), "port": port}
-        made_of = _MadeOf(settings, self._model, self.sessions.secret)
+        made_of = _MadeOf(settings, self._model, self.sessions.secret, self._from_start)
         return EndpointsEntry(f"{__name__}:make_gateway", msgspec.json.encode(made_of).decode())
 
     @override
@@ -90,7 +99,7 @@ class Gateway(Endpoints):
 
     @override
     async def start(self) -> None:
-        if self.settings.port:
+        if self.settings.port and self._from_start:
             await self.listen()
 
     async def listen(self) -> None:
@@ -152,12 +161,14 @@ class _MadeOf(msgspec.Struct, frozen=True):
     settings: dict[str, Json]
     model: str
     secret: bytes
+    from_start: bool
 
 
 def make_gateway(made_of: str) -> Gateway:
     """A gateway of an agent worker, as `Gateway.entry` says."""
     given = msgspec.json.decode(made_of, type=_MadeOf)
-    return Gateway(GatewaySettings.model_validate(given.settings), model=given.model, secret=given.secret)
+    settings = GatewaySettings.model_validate(given.settings)
+    return Gateway(settings, model=given.model, secret=given.secret, from_start=given.from_start)
 
 
 def _listener(settings: GatewaySettings) -> socket.socket:

@@ -181,7 +181,7 @@ def make_rollouter(
     gateway: Gateway | None = None,
     agent_places: Sequence[WorkerPlace] | None = None,
 ) -> Rollouter:
-    """The rollouter over all environments. `paths` are the run's, where there is one; it closes the `gateway`."""
+    """The rollouter over all environments. `paths` and `gateway`, which it closes, are a run's, where there is one."""
     watched = settings.observability
     return Rollouter(
         settings.rollouts,
@@ -194,7 +194,7 @@ def make_rollouter(
             records_experts=settings.generator.return_routed_experts,
             takes_demonstrations=settings.trainer.loss.cross_entropy is not None,
         ),
-        endpoints=gateway or Gateway(settings.gateway, model=settings.model.name),
+        endpoints=gateway or Gateway(settings.gateway, model=settings.model.name, from_start=False),
         teacher=teacher,
         worker_log=None if paths is None else paths.logs / "workers.log",
         watch=WorkerWatch(
