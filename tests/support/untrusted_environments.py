@@ -18,6 +18,13 @@ from tailrace.records import Json, Message, Reward, Task
 ROWS: list[Mapping[str, Json]] = [{"behave": "well"}]
 
 
+class Panic(BaseException):
+    """As extension modules raise it: no `Exception`."""
+
+
+FAILURES = {"raise": ZeroDivisionError("of the user"), "exit": SystemExit(4), "panic": Panic("of native code")}
+
+
 class Counting:
     """Answers how often it was stepped and in which process; the reply may ask for trouble."""
 
@@ -40,9 +47,9 @@ class Counting:
                 os.system("sleep 600")
             case "die":
                 os._exit(3)
-            case "raise":
-                raise ZeroDivisionError("of the user")
-            case "fork" | "leave a thread" | "block signals" as trouble:
+            case "raise" | "exit" | "panic" as failure:
+                raise FAILURES[failure]
+            case "fork" | "wait for a fork" | "leave a thread" | "block signals" as trouble:
                 _misbehave(trouble)
             case "print":
                 print("to the log, not into the pipe")
@@ -65,6 +72,10 @@ def _misbehave(trouble: str) -> None:
     """And return."""
     if trouble == "fork":
         os.fork()
+    elif trouble == "wait for a fork":
+        if (copy := os.fork()) == 0:
+            sys.exit(7)
+        assert os.waitstatus_to_exitcode(os.waitpid(copy, 0)[1]) == 7
     elif trouble == "leave a thread":
         threading.Thread(target=threading.Event().wait).start()
     else:

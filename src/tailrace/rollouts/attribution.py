@@ -23,7 +23,7 @@ from tailrace.rollouts.turn_options import InvalidArgument
 
 _OURS = (EngineFailed, TransportError, SettingsError, RolloutError, RequestRefused)
 """Errors that already say what was lost; the first of them concern more than one rollout."""
-_MISTAKES = (KeyError, AttributeError, NameError, TypeError, ImportError, InvalidArgument, DataError)
+_MISTAKES = (KeyError, AttributeError, NameError, TypeError, ImportError, InvalidArgument, SystemExit, DataError)
 """The last one is that of a column that a task lacks."""
 
 

@@ -25,6 +25,7 @@ from tests.support.scripted_generate import ScriptedGenerate
 PATIENCE_S = 60.0
 HANGS = {"worker_timeout_s": 5.0}
 """Where something never returns; others have that long, too."""
+WRONG_CODE = {"exit", "unserializable", "no observation", "not a number"}
 NAMES = ("counting", "judged")
 ENVIRONMENTS = {name: EnvironmentSettings(name=f"tests.support.untrusted_environments:{name}") for name in NAMES}
 SPECS = {name: load_environment(settings) for name, settings in ENVIRONMENTS.items()}
@@ -128,6 +129,13 @@ async def test_rollouts_beside_a_killed_one_are_rebuilt_where_they_were(renderer
         ("well", ["hang in a child"], RolloutTimeout, "step of the environment did not return"),
         ("well", ["die"], EnvironmentFailed, r"step of the environment ended its worker process \(status 3\)"),
         ("well", ["raise"], EnvironmentFailed, "(?s)ZeroDivisionError: of the user.*untrusted_environments.py"),
+        (
+            "well",
+            ["exit"],
+            EnvironmentFailed,
+            "(?s)step of the environment raised SystemExit: 4.*untrusted_environments.py",
+        ),
+        ("well", ["panic"], EnvironmentFailed, "step of the environment raised Panic: of native code"),
         ("well", ["unserializable"], EnvironmentFailed, "a object cannot leave a worker process"),
         ("well", ["no observation"], EnvironmentFailed, "reset and step return an Observation"),
         ("well", ["not a number"], InvalidReward, "a step's reward is 'much'"),
@@ -140,12 +148,12 @@ async def test_an_environment_that_fails_costs_its_rollout_and_the_next_one_runs
         with pytest.raises(error, match=message) as raised:
             await run.rollout("counting", behave, replies or ["a"])
         assert "counting/train/0" in str(raised.value)
-        assert raised.value.is_mistake == (not {"unserializable", "no observation", "not a number"}.isdisjoint(replies))
+        assert raised.value.is_mistake == (not WRONG_CODE.isdisjoint(replies))
         assert (await run.rollout("counting")).reward is not None
     assert children() == []
 
 
-@pytest.mark.parametrize("trouble", ["fork", "leave a thread", "block signals"])
+@pytest.mark.parametrize("trouble", ["fork", "wait for a fork", "leave a thread", "block signals"])
 async def test_code_that_misbehaves_and_returns_is_answered_once_and_ends_with_its_worker(
     renderer: ChatRenderer, trouble: str
 ) -> None:

@@ -51,14 +51,22 @@ class RolloutWorker:
         self._specs: dict[str, EnvironmentSpec] = {}
         self._open: dict[int, Environment] = {}
         self._coroutines = asyncio.Runner()
+        self._pid = os.getpid()
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether this process is one that user code forked."""
+        return os.getpid() != self._pid
 
     def answer(self, request: Request) -> Answer:
-        """Make the call. What user code raises becomes the answer's failure."""
+        """Make the call. What user code raises becomes the answer's failure, also where it means to end the process."""
         for instance in request.closed:
             self._open.pop(instance, None)
         try:
             return Answer(value=self._do(request.call))
-        except Exception as error:  # noqa: BLE001  user code may raise anything; the orchestrator raises it again
+        except BaseException as error:  # user code may raise anything; the orchestrator raises it again
+            if self.is_copy:
+                raise  # it ends with the status that its maker may wait for
             return failure(error)
 
     def _do(self, call: Call) -> Json:
@@ -108,7 +116,7 @@ class RolloutWorker:
         return self._coroutines.run(settled(result)) if inspect.isawaitable(result) else result
 
 
-def failure(error: Exception) -> Answer:
+def failure(error: BaseException) -> Answer:
     """An answer with what was raised, and where."""
     trace = "".join(traceback.format_exception(error)).rstrip()
     return Answer(failure=f"{type(error).__name__}: {text_of(error)}\n{trace}", is_mistake=is_mistake(error))
@@ -122,10 +130,9 @@ def main() -> None:
     worker = RolloutWorker(hello)
     arrived: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(requests, arrived), daemon=True).start()
-    process = os.getpid()
     while True:
         answer = worker.answer(request_decoder.decode(arrived.get()))
-        if os.getpid() != process:  # the call forked, and returns here as well: one answer is asked for
+        if worker.is_copy:  # the call forked, and returns here as well: one answer is asked for
             os._exit(0)
         answers.write(_packed(answer))
         answers.flush()
