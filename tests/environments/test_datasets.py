@@ -144,6 +144,19 @@ def test_a_missing_file_is_named_and_not_looked_for_on_the_hub(
         load_rows(name)
 
 
+@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="needs a file whose beginning nobody may read")
+@pytest.mark.parametrize("name", ["data.jsonl", "data.json", "data.csv", "data.jsonl.gz"])
+def test_a_file_that_cannot_be_read_is_refused_with_the_systems_reason(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).symlink_to("/proc/self/mem")
+    with pytest.raises(DataError, match=rf"{tmp_path}/{name} .*Input/output error"):
+        load_rows(tmp_path / name)
+
+
+def test_a_name_that_no_file_can_have_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"cannot be read: File name too long|does not exist"):  # by Python's version
+        load_rows(tmp_path / f"{'long' * 100}.jsonl")
+
+
 @pytest.mark.parametrize(("name", "write"), [("d.jsonl", write_jsonl), ("d.json", write_json)])
 @pytest.mark.parametrize("is_packed", [False, True])
 def test_a_byte_order_mark_as_windows_writes_it_is_no_part_of_the_rows(

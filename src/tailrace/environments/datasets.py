@@ -29,18 +29,21 @@ def load_rows(path: str | Path) -> Sequence[Row]:
     """Task rows of a file, of a folder that Hugging Face `datasets` saved to disk, or of its hub (`hub:OWNER/NAME`).
 
     Files are `.jsonl`, `.json`, `.csv`, each plain or `.gz`, and `.parquet`; they must not change while the run lasts.
-    Raises `DataError` where it is missing, empty, malformed (with file and line) or of another kind, `SettingsError`
-    without the extra that reads it.
+    Raises `DataError` where it is missing, unreadable, empty, malformed (with file and line) or of another kind,
+    `SettingsError` without the extra that reads it.
     """
     if str(path).startswith(HUB):
         rows = open_hub(str(path).removeprefix(HUB))
     else:
         location = Path(os.path.expanduser(path))
-        if not location.exists():
-            may_be_id = _HUB_ID.fullmatch(str(path)) and location.suffix not in (*_READERS, ".gz", ".parquet")
-            hint = f"; one of the Hugging Face hub is {HUB}{path}" if may_be_id else ""
-            raise DataError(f"data set {location} does not exist (looked in {Path.cwd()}){hint}")
-        rows = _open(location)
+        try:
+            if not location.exists():
+                may_be_id = _HUB_ID.fullmatch(str(path)) and location.suffix not in (*_READERS, ".gz", ".parquet")
+                hint = f"; one of the Hugging Face hub is {HUB}{path}" if may_be_id else ""
+                raise DataError(f"data set {location} does not exist (looked in {Path.cwd()}){hint}")
+            rows = _open(location)
+        except OSError as error:
+            raise DataError(f"data set {location} cannot be read: {error.strerror or error}") from error
     if len(rows) == 0:
         raise DataError(f"data set {path} is empty: it has no task row")
     return rows
