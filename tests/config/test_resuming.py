@@ -231,6 +231,8 @@ def test_how_long_is_waited_and_how_often_a_role_is_started_again_may_differ(fil
         *("gateway.host 0.0.0.0", "gateway.port 8300"),
         *("observability.log_level debug", "observability.live off", "observability.log_every_s 9"),
         "observability.no_progress_s 9",
+        *("trainer.checkpoint_every_steps 5", "trainer.keep_checkpoints 1", "transport.redis.prefix other"),
+        "trainer.gradient_checkpointing true",
     ],
 )
 def test_where_a_run_is_and_what_is_shown_of_it_may_differ(file: Path, now: str) -> None:

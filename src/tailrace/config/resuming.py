@@ -35,6 +35,8 @@ OF_ONE_START = frozenset({"name", "resume", "allow_changed_settings", "observabi
 _OF_ONE_PLACE = frozenset(
     {
         *(f"trainer.{name}" for name in ("ranks", "sequence_parallel", "devices", "threads", "collective_timeout_s")),
+        *(f"trainer.{name}" for name in ("gradient_checkpointing", "offload_activations", "offload_optimizer")),
+        *(f"trainer.{name}" for name in ("checkpoint_every_steps", "keep_checkpoints", "export_tokens")),
         *(f"restarts.{name}" for name in RestartSettings.model_fields),
         *(f"shutdown.{name}" for name in ShutdownSettings.model_fields),
         *(f"observability.{name}" for name in ("watchdog_s", "no_progress_s", "ui", "tags")),
@@ -43,14 +45,13 @@ _OF_ONE_PLACE = frozenset(
         *(f"generator.{name}" for name in ("devices", "connect", "connect_key", "connect_wait_s")),
         *(f"generator.{name}" for name in ("join_address", "join_key")),
         *(f"gateway.{name}" for name in ("host", "port")),
-        *(f"transport.redis.{name}" for name in ("url", "start", "outage_s")),
+        *(f"transport.redis.{name}" for name in ("url", "start", "prefix", "outage_s")),
         *(f"ray.{name}" for name in RaySettings.model_fields),
-        "trainer.export_tokens",
         "deadline_scale",
     }
 )
-"""Settings that say how a run's work is spread, how long is waited for what and who is told, and change nothing of what
-it learns: a resume may have others."""
+"""Settings that say how a run's work is spread, what is kept of it, how long is waited for what and who is told, and
+change nothing of what it learns: a resume may have others."""
 
 _UNSET = "unset"
 
