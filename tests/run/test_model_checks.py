@@ -16,6 +16,7 @@ from tailrace.run.model_checks import as_planned, require_known_files
 from tests.run.runs import TINY, environment, tiny_settings
 from tests.support.bundled_models import BUNDLED, copy_bundled
 from tests.support.expert_models import expert_model
+from tests.support.quantized_models import say_quantized
 from tests.support.state_models import save_state_model
 
 
@@ -42,6 +43,10 @@ def cut(folder: Path) -> Path:
     [weights] = copy_bundled(folder).glob("*.safetensors")
     weights.write_bytes(weights.read_bytes()[:-100])
     return folder
+
+
+def quantized(folder: Path) -> Path:
+    return say_quantized(copy_bundled(folder), {"quant_method": "awq", "bits": 4})
 
 
 def encoder_decoder(folder: Path) -> Path:
@@ -71,6 +76,7 @@ def broken_gguf(folder: Path) -> Path:
         (without("chat_template.jinja"), "has no chat template"),
         (without_end, "names a token that ends a reply"),
         (cut, "is cut short"),
+        (quantized, "is quantized (awq); name its bfloat16 weights"),
     ],
 )
 def test_what_a_run_would_refuse_is_refused(

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tailrace.config import RunSettings
 from tailrace.errors import ModelError
-from tailrace.models.files import own_context, read_json, require_tokenizer
+from tailrace.models.files import own_context, read_json, require_tokenizer, require_unpackable
 from tailrace.models.identity import identify
 from tailrace.models.loading import BUNDLED_PREFIX, outline_of, require_chat_template, require_weights, resolve_model
 from tailrace.models.vocabulary import require_same_vocabulary
@@ -43,7 +43,9 @@ def require_known_files(settings: RunSettings) -> None:
     if (folder / "tokenizer.json").is_file():
         require_chat_template(name, folder)
     require_weights(name)
-    if _may_be_refused(read_json(folder / "config.json")):
+    config = read_json(folder / "config.json")
+    require_unpackable(name, config)
+    if _may_be_refused(config):
         _require_architecture(settings)
 
 
