@@ -79,14 +79,17 @@ def model_sizes(model: PreTrainedModel) -> ModelSizes:
 
 
 def inner_matrices(model: PreTrainedModel) -> list[nn.Parameter]:
-    """Weights that are matrices, but neither embeddings, of tokens or positions, nor head nor stacked experts."""
+    """Weights that are matrices, but neither embeddings, of tokens or positions, nor head nor stacked experts.
+
+    One row or column is a vector: a shared expert's gate.
+    """
     others = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     if (head := model.get_output_embeddings()) is not None:
         others |= {id(weight) for weight in head.parameters()}
     return [
         weight
         for name, weight in model.named_parameters()
-        if is_matrix(name, weight) and weight.ndim == 2 and id(weight) not in others
+        if is_matrix(name, weight) and weight.ndim == 2 and min(weight.shape) > 1 and id(weight) not in others
     ]
 
 

@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GptOssConfig
+from transformers import AutoModelForCausalLM, GptOssConfig, Qwen2MoeConfig
 
-from tailrace.errors import CheckpointError
+from tailrace.errors import CheckpointError, ModelError
 from tailrace.models.sizes import model_sizes
 from tailrace.training.ranks import ALONE, Ranks
 from tailrace.training.settings.trainer import TrainerSettings
 from tailrace.training.step.optimizer import make_optimizer, moment_kinds
 from tailrace.training.trainer import Trainer
 from tests.training.rank_processes import run_ranks
-from tests.training.tiny import build_batch, rows_of, tiny_model
+from tests.training.tiny import SIZES, build_batch, rows_of, tiny_model
 
 RATE = 1e-3
 LENGTHS, ROWS = (9, 14, 5, 12, 30, 4), (2, 1, 3)
@@ -154,3 +154,37 @@ def test_ranks_train_as_one_process_does(model_folder: Path, tmp_path: Path) -> 
     again.restore(path)
     for name, weight in train(again, range(4, 5)).items():
         assert float((weight - four[name]).norm()) <= 0.05 * float((four[name] - moved[name]).norm()), name
+
+
+@pytest.fixture
+def shared_expert_folder(tmp_path: Path) -> Path:
+    """Beside two experts and their router of two rows one for all tokens, whose gate is a single row."""
+    config = Qwen2MoeConfig(
+        **SIZES, num_experts=2, num_experts_per_tok=1, moe_intermediate_size=16, shared_expert_intermediate_size=16,
+        pad_token_id=None,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def train_once(ranks: Ranks, model_folder: Path) -> dict[str, Tensor]:
+    return train(make_trainer(model_folder, ranks=ranks), range(1, 2), ranks)
+
+
+@pytest.mark.xdist_group("trainer ranks")
+def test_a_gate_of_one_row_is_adamw_s_under_any_number_of_ranks(shared_expert_folder: Path, tmp_path: Path) -> None:
+    before, alone = make_trainer(shared_expert_folder).snapshot().wait(), train_once(ALONE, shared_expert_folder)
+    found, _ = run_ranks(train_once, 2, tmp_path / "ranks", shared_expert_folder)
+    for name, weight in alone.items():
+        assert float((found[name] - weight).norm()) <= 0.05 * float((weight - before[name]).norm()), name
+    gate = "model.layers.0.mlp.shared_expert_gate.weight"
+    moved = (alone[gate] - before[gate]).abs() / RATE
+    torch.testing.assert_close(moved, torch.ones_like(moved), rtol=0, atol=0.1)  # AdamW's first step: a sign
+
+
+@pytest.mark.xdist_group("trainer ranks")
+def test_a_matrix_with_fewer_rows_than_ranks_is_refused_by_name(shared_expert_folder: Path, tmp_path: Path) -> None:
+    for error in run_ranks(train_once, 3, tmp_path / "ranks", shared_expert_folder):
+        assert isinstance(error, ModelError)
+        assert "model.layers.0.mlp.gate.weight has 2 rows for 3 ranks: set trainer.ranks to 2 or less" in str(error)

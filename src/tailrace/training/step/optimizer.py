@@ -3,19 +3,20 @@
 Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon) takes the matrices inside of layers: its step is their
 momentum, made nearly orthogonal by five Newton-Schulz iterations in bfloat16. Scaled by 0.2 √max(rows, columns) it is
 as large as one of AdamW (Liu et al. 2025, "Muon is Scalable for LLM Training", arXiv:2502.16982, eq. 4), so that both
-share a learning rate and a weight decay. Embeddings, head, vectors and stacked experts stay AdamW's.
+share a learning rate and a weight decay. Embeddings, head, vectors, single rows and stacked experts stay AdamW's.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
+from tailrace.errors import ModelError
 from tailrace.models.sizes import inner_matrices, is_matrix
 from tailrace.training.settings.trainer import TrainerSettings
 from tailrace.training.step.offloaded_moments import OffloadedAdamW
@@ -50,7 +51,10 @@ def learning_rate(step: int, settings: TrainerSettings, max_steps: int) -> float
 
 
 def make_optimizer(model: PreTrainedModel, settings: TrainerSettings) -> torch.optim.Optimizer:
-    """Over every trainable weight; only matrices decay (norms and biases don't)."""
+    """Over every trainable weight; only matrices decay (norms and biases don't).
+
+    Raises `ModelError` where Muon would have a matrix with fewer rows than ranks.
+    """
     weights = [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad]
     inner = [one for one in inner_matrices(model) if one.requires_grad] if settings.optimizer == "muon" else []
     of_muon = {id(one) for one in inner}
@@ -70,6 +74,7 @@ def make_optimizer(model: PreTrainedModel, settings: TrainerSettings) -> torch.o
     adamw = torch.optim.AdamW(used, **common, fused=True)
     if not inner:
         return adamw
+    _require_rows_for_all(model, of_muon)
     muon = torch.optim.Muon(
         inner,
         lr=settings.learning_rate,
@@ -87,6 +92,20 @@ def moment_kinds(optimizer: torch.optim.Optimizer) -> dict[Tensor, tuple[str, ..
         for group in optimizer.param_groups
         for weight in group["params"]
     }
+
+
+def _require_rows_for_all(model: PreTrainedModel, of_muon: Set[int]) -> None:
+    """torch gathers no matrix for Muon of which some rank has nothing."""
+    from torch.distributed.tensor import DTensor
+
+    for name, weight in model.named_parameters():
+        if id(weight) not in of_muon or not isinstance(weight, DTensor):
+            continue
+        if (rows := len(weight)) < (ranks := weight.device_mesh.size()):
+            raise ModelError(
+                f"trainer.optimizer is 'muon', and {name} has {rows} rows for {ranks} ranks: set trainer.ranks to "
+                f"{rows} or less, or trainer.optimizer to 'adamw'"
+            )
 
 
 class _Joined(torch.optim.Optimizer):
