@@ -38,6 +38,12 @@ def nothing(logprobs: Tensor, entropy: Tensor, tokens: LossTokens) -> tuple[Tens
     return -logprobs, torch.zeros_like(logprobs, dtype=torch.bool)
 
 
+def better_rows_only(logprobs: Tensor, entropy: Tensor, tokens: LossTokens) -> tuple[Tensor, Tensor]:
+    """Has no gradient for a row of which no token did well."""
+    better = tokens.advantages > 0
+    return (-tokens.advantages * logprobs if better.any() else torch.zeros_like(logprobs)), better
+
+
 def near_the_reference(logprobs: Tensor, entropy: Tensor, tokens: LossTokens) -> tuple[Tensor, Tensor]:
     """Rejects what the policy made likelier than the reference finds it."""
     return DEFAULT(logprobs, entropy, tokens)[0], logprobs.detach() <= tokens.columns[REFERENCE_LOGPROBS] + 1e-3
@@ -134,6 +140,18 @@ def test_a_loss_that_keeps_nothing_changes_no_weight(model_folder: Path) -> None
     assert result.metrics["training/rejected_share"] == 1
     for name, tensor in weights(trainer).items():
         assert torch.equal(before[name], tensor)
+
+
+@pytest.mark.parametrize("added", [{}, {"reference_kl": {"coefficient": 0.1}}])
+def test_a_row_of_which_nothing_is_kept_needs_no_gradient(model_folder: Path, added: dict[str, object]) -> None:
+    found = []
+    for rows in ((4,), (1, 1, 1, 1)):
+        trainer = make_trainer(model_folder, loss={"name": f"{__name__}:better_rows_only", **added})
+        found.append(trainer.train_step(build_batch(rows=rows)).metrics)
+    one, many = found
+    assert 0 < one["training/rejected_share"] < 1
+    for name in ("training/loss", "training/grad_norm"):
+        assert one[name] == pytest.approx(many[name], rel=1e-4)
 
 
 @pytest.mark.parametrize("denominator", ["kept_tokens", "planned_tokens"])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tailrace.errors import SettingsError, TrainingError
-from tailrace.training.losses import LOSSES, LossTokens, PointwiseLoss, load_loss
+from tailrace.training.losses import LOSSES, LossTokens, MeasuredLoss, PointwiseLoss, WeightedLoss, load_loss
 from tailrace.training.losses.clipped_ratio import ClippedRatio
 from tailrace.training.settings.losses import ClippedRatioSettings, OwnLossSettings
 from tailrace.training.settings.trainer import TrainerSettings
@@ -140,6 +140,76 @@ def test_a_loss_that_does_not_answer_for_each_token_does_not_train(name: str, fo
     loss = load_loss(own(name).model_copy(update={"entropy": entropy}))
     with pytest.raises(TrainingError, match=f"trainer.loss.name is .*{name}.* must answer .*{found}"):
         loss(logprobs, logprobs, NOTHING)
+
+
+def detached(logprobs: torch.Tensor, entropy: torch.Tensor, tokens: LossTokens) -> Answer:
+    return -logprobs.detach(), KEPT
+
+
+def mistaken(logprobs: torch.Tensor, entropy: torch.Tensor, tokens: LossTokens) -> Answer:
+    return -tokens.columns["weights"] * logprobs, KEPT
+
+
+class MistakenSlope(PointwiseLoss):
+    def with_derivative(
+        self, logprobs: torch.Tensor, tokens: LossTokens
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return (tokens.columns["weights"],) * 3
+
+
+@pytest.mark.parametrize("entropy", [0.0, 0.1])
+def test_a_loss_without_a_gradient_for_what_it_keeps_does_not_train(entropy: float) -> None:
+    logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
+    loss = load_loss(own("detached").model_copy(update={"entropy": entropy}))
+    with pytest.raises(TrainingError, match=r"trainer.loss.name is .*detached.* depends on neither logprobs nor entro"):
+        loss(logprobs, logprobs * 2, NOTHING)
+    with torch.no_grad():  # where it is only counted what is kept
+        assert loss(logprobs, logprobs, NOTHING)[1].all()
+
+
+@pytest.mark.parametrize("name", ["mistaken", "MistakenSlope"])
+def test_what_a_loss_raises_is_told_with_its_name_and_line(name: str) -> None:
+    logprobs = torch.tensor([-1.0, -2.0])
+    with pytest.raises(TrainingError, match=f"trainer.loss.name is .*{name}.* raised KeyError: 'weights' .*{__file__}"):
+        load_loss(own(name))(logprobs, logprobs, NOTHING)
+
+
+class Measured:
+    """Answers a mean where a value for each token is asked for."""
+
+    def __call__(self, logprobs: torch.Tensor, entropy: torch.Tensor, tokens: LossTokens) -> Answer:
+        return -logprobs, KEPT
+
+    def token_metrics(self, logprobs: torch.Tensor, tokens: LossTokens) -> dict[str, torch.Tensor]:
+        return {"training/clip_share": logprobs.mean()}
+
+    def importance_weights(self, logprobs: torch.Tensor, tokens: LossTokens) -> torch.Tensor:
+        return logprobs.exp().mean()
+
+
+class MistakenMeasures(Measured):
+    def token_metrics(self, logprobs: torch.Tensor, tokens: LossTokens) -> dict[str, torch.Tensor]:
+        return {"training/clip_share": tokens.columns["weights"]}
+
+    def importance_weights(self, logprobs: torch.Tensor, tokens: LossTokens) -> torch.Tensor:
+        return tokens.columns["weights"]
+
+
+@pytest.mark.parametrize(
+    ("name", "metrics", "weights"),
+    [
+        ("Measured", r"its training/clip_share is a tensor \[\]", r"its importance_weights is a tensor \[\]"),
+        ("MistakenMeasures", "raised KeyError: 'weights'", "raised KeyError: 'weights'"),
+    ],
+)
+def test_a_measure_that_is_not_of_each_token_is_refused_by_name(name: str, metrics: str, weights: str) -> None:
+    loss, logprobs = load_loss(own(name)), torch.tensor([-1.0, -2.0])
+    assert isinstance(loss, MeasuredLoss)
+    assert isinstance(loss, WeightedLoss)
+    with pytest.raises(TrainingError, match=f"trainer.loss.name is .*{name}.*{metrics}"):
+        loss.token_metrics(logprobs, NOTHING)
+    with pytest.raises(TrainingError, match=f"trainer.loss.name is .*{name}.*{weights}"):
+        loss.importance_weights(logprobs, NOTHING)
 
 
 def test_samples_are_summed_and_spread_back() -> None:

@@ -1,25 +1,32 @@
-"""Looks at what a loss of users' own answers: one number in place of a loss for each token would train, and wrongly."""
+"""Looks at what a loss of users' own answers: one number in place of a loss for each token would train, and wrongly.
+
+What it raises is told with its name, and the line of its code.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from tailrace.errors import TrainingError
+from tailrace.errors import TailraceError, TrainingError
 from tailrace.training.losses.protocol import Loss, LossTokens, MeasuredLoss, PointwiseLoss, WeightedLoss
+from tailrace.user_code import describe_failure
 
 _PAIR = ("loss", "kept")
 _TRIPLE = ("loss", "derivative", "kept")
+_WEIGHTS = ("importance_weights",)
 
 
 def checked(loss: Loss, name: str) -> Loss:
     """`loss`, which `trainer.loss.name` calls `name`; pointwise where it is.
 
-    Raises `TrainingError` when it is called and answers anything but [num_loss_tokens] each, bools for what is kept.
+    Raises `TrainingError` when it is called and raises, or answers anything but [num_loss_tokens] each, bools for what
+    is kept, or a loss that has no gradient for tokens that it keeps.
     """
     return _CheckedPointwise(loss, name) if isinstance(loss, PointwiseLoss) else _Checked(loss, name)
 
@@ -33,17 +40,36 @@ class _Measured:
 
     def token_metrics(self, logprobs: Tensor, tokens: LossTokens) -> Mapping[str, Tensor]:
         """Those of the loss."""
-        return self.loss.token_metrics(logprobs, tokens) if isinstance(self.loss, MeasuredLoss) else {}
+        if not isinstance(self.loss, MeasuredLoss):
+            return {}
+        with _told(self.name):
+            metrics = dict(self.loss.token_metrics(logprobs, tokens))
+        _require(tuple(metrics.values()), tuple(metrics), logprobs, self.name)
+        return metrics
 
     def importance_weights(self, logprobs: Tensor, tokens: LossTokens) -> Tensor | None:
         """Those of the loss."""
-        return self.loss.importance_weights(logprobs, tokens) if isinstance(self.loss, WeightedLoss) else None
+        if not isinstance(self.loss, WeightedLoss):
+            return None
+        with _told(self.name):
+            weights = self.loss.importance_weights(logprobs, tokens)
+        return None if weights is None else _require((weights,), _WEIGHTS, logprobs, self.name)[0]
 
 
 @dataclass(frozen=True, slots=True)
 class _Checked(_Measured):
     def __call__(self, logprobs: Tensor, entropy: Tensor, tokens: LossTokens, /) -> tuple[Tensor, Tensor]:
-        losses, kept = _require(self.loss(logprobs, entropy, tokens), _PAIR, logprobs, self.name)
+        with _told(self.name):
+            answer = self.loss(logprobs, entropy, tokens)
+        losses, kept = _require(answer, _PAIR, logprobs, self.name)
+        if not losses.requires_grad and logprobs.requires_grad and torch.is_grad_enabled():
+            if kept.any():
+                raise TrainingError(
+                    f"trainer.loss.name is {self.name!r}: the loss of tokens that it keeps depends on neither logprobs "
+                    "nor entropy, and would teach nothing: take it from them as they are given, not detached, or keep "
+                    "none of these tokens"
+                )
+            losses = logprobs  # no token is kept: any loss will do that has a gradient, which is then 0
         return losses, kept
 
 
@@ -53,15 +79,28 @@ class _CheckedPointwise(_Measured, PointwiseLoss):
 
     @override
     def with_derivative(self, logprobs: Tensor, tokens: LossTokens) -> tuple[Tensor, Tensor, Tensor]:
-        answer = self.loss.with_derivative(logprobs, tokens)
+        with _told(self.name):
+            answer = self.loss.with_derivative(logprobs, tokens)
         losses, derivatives, kept = _require(answer, _TRIPLE, logprobs, self.name)
         return losses, derivatives, kept
 
 
+@contextmanager
+def _told(name: str) -> Iterator[None]:
+    """What the code inside raises is told as that of the loss called `name`."""
+    try:
+        yield
+    except TailraceError:
+        raise
+    except Exception as error:
+        raise TrainingError(f"trainer.loss.name is {name!r}: it raised {describe_failure(error)}") from error
+
+
 def _require(answer: object, parts: tuple[str, ...], logprobs: Tensor, name: str) -> tuple[Tensor, ...]:
     """`answer`, if it is one tensor for each of `parts`, of the shape of `logprobs`."""
-    wanted = f"({', '.join(parts)}), each a tensor [num_loss_tokens], here {list(logprobs.shape)}, and kept of bools"
-    what = f"trainer.loss.name is {name!r}: it must answer {wanted}; "
+    wanted = f"({', '.join(parts)}), each a tensor [num_loss_tokens], here {list(logprobs.shape)}"
+    bools = ", and kept of bools" if "kept" in parts else ""
+    what = f"trainer.loss.name is {name!r}: it must answer {wanted}{bools}; "
     if not isinstance(answer, tuple | list) or len(answer) != len(parts):
         raise TrainingError(f"{what}it answered {_described(answer)}")
     for part, value in zip(parts, answer, strict=True):
