@@ -89,6 +89,16 @@ def test_what_a_run_would_refuse_is_refused(
     assert printed.out == ""
 
 
+def test_a_quantized_model_is_refused_where_vllm_would_keep_it_packed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = say_quantized(copy_bundled(tmp_path / "model"), {"quant_method": "fp8"})
+    plan = ["train", "quickstart", *TINY, *environment("words"), "--dry-run", "--max_steps", "1"]
+    assert main([*plan, "--model.name", str(model), "--generator.engine", "vllm"]) == 2
+    assert "is quantized (fp8): vLLM keeps its weights packed" in capsys.readouterr().err
+    assert main([*plan, "--model.name", str(model)]) == 0
+
+
 @pytest.mark.parametrize(
     ("setting", "others", "unknown"),
     [

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tailrace.config import RunSettings
 from tailrace.errors import ModelError
-from tailrace.models.files import own_context, read_json, require_tokenizer, require_unpackable
+from tailrace.models.files import own_context, quantization, read_json, require_tokenizer, require_unpackable
 from tailrace.models.identity import identify
 from tailrace.models.loading import BUNDLED_PREFIX, outline_of, require_chat_template, require_weights, resolve_model
 from tailrace.models.vocabulary import require_same_vocabulary
@@ -45,6 +45,11 @@ def require_known_files(settings: RunSettings) -> None:
     require_weights(name)
     config = read_json(folder / "config.json")
     require_unpackable(name, config)
+    if settings.generator.engine == "vllm" and (method := quantization(config)) is not None:
+        raise ModelError(
+            f"model {name!r} is quantized ({method}): vLLM keeps its weights packed, and those that are trained are "
+            "not: name its bfloat16 weights"
+        )
     if _may_be_refused(config):
         _require_architecture(settings)
 
