@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
 from tailrace.dashboard.run_data import RunData
 from tailrace.dashboard.schedule import Bar
+from tailrace.tracing.traces import TraceWriter, join_trace
+from tailrace.tracing.wall_clock import monotonic_to_unix_ns
 from tests.support.made_runs import STEP_S, MadeRun
 
 
@@ -106,9 +110,19 @@ def _append_span(part: Path, name: str, ended_s: float, about: str = "") -> None
     """Of half a second, as `TraceWriter` writes one."""
     with part.open("a") as file:
         file.write(
-            f'{{"ph":"X","name":"{name}","cat":"made","pid":{1000 + 2 * (part.stem == "generator")},"tid":1,'
-            f'"ts":{1e6 * (ended_s - 0.5)},"dur":500000,"args":{{{about}}}}},\n'
+            f'{{"ph":"X","name":"{name}","cat":"made","pid":{_number_of(part)},"tid":1,'
+            f'"ts":{_unix_us(ended_s - 0.5)},"dur":500000,"args":{{{about}}}}},\n'
         )
+
+
+def _number_of(part: Path) -> int:
+    """The number that a part's process has in the trace."""
+    number: int = json.loads(part.read_text().splitlines()[1])["pid"]
+    return number
+
+
+def _unix_us(monotonic_s: float) -> int:
+    return int(monotonic_s * 1e6) + monotonic_to_unix_ns() // 1000
 
 
 def test_rollouts_in_flight_are_known_while_none_ends(tmp_path: Path) -> None:
@@ -127,6 +141,23 @@ def test_rollouts_in_flight_are_known_while_none_ends(tmp_path: Path) -> None:
     assert waiting() == {"sort/train/900#9.0.0": 200.0, "sort/train/901#9.1.0": 0.0}
     _append_span(parts / "generator.events", "request", 600.0, '"request":"sort/train/902#9.2.0/0/1"')
     assert set(waiting()) == {"sort/train/900#9.0.0", "sort/train/901#9.1.0"}  # of the last nobody could see the end
+
+
+def test_machines_started_at_other_times_with_equal_process_ids_stand_beside_each_other(tmp_path: Path) -> None:
+    made = MadeRun(folder=tmp_path / "run")
+    up_s = {"orchestrator": 30 * 86_400, "trainer": 100, "generator_0": 5_000, "generator_1": 9_000}
+    for name, began_s in up_s.items():
+        clock = patch("tailrace.tracing.traces.monotonic_to_unix_ns", return_value=(1_700_000_000 - began_s) * 10**9)
+        with clock, patch("os.getpid", return_value=7):
+            trace = TraceWriter(made.folder / "trace", name, max_bytes=100_000)
+        span = {"orchestrator": "rollout", "trainer": "train"}.get(name, "request")
+        trace.add_span(span, "made", 0, began_ns=began_s * 10**9, duration_ns=2 * 10**9, about={"step": 1})
+        trace.close()
+    join_trace(made.folder / "trace", made.folder / "trace.json")
+    schedule = RunData(made.folder).schedule(None, None)
+    assert schedule is not None
+    assert schedule.length_s == pytest.approx(2.0)
+    assert [lane.name for lane in schedule.lanes] == ["trainer", "generator_0", "generator_1"]
 
 
 def test_without_a_trace_there_is_nothing_to_show(tmp_path: Path) -> None:
@@ -157,8 +188,10 @@ def test_a_trace_that_grows_is_followed_and_its_joining_changes_nothing(tmp_path
     made.write_trace(joined=False)
     run = RunData(made.folder)
     before = run.schedule(None, None)
-    with (made.folder / "trace" / "trainer.events").open("a") as file:
-        file.write('{"ph":"X","name":"train","pid":1001,"tid":1,"ts":107000000,"dur":900000,"args":{"step":4}}\n{"ph":')
+    trainer = made.folder / "trace" / "trainer.events"
+    _append_span(trainer, "train", 107.9, '"step":4')
+    with trainer.open("a") as file:
+        file.write('{"ph":')  # cut short
     after = run.schedule(None, None)
     assert before is not None
     assert after is not None

@@ -188,5 +188,5 @@ def warm_from(written: list[dict[str, Any]], ratio: float | None) -> list[float]
 
 
 def _finished_s(record: dict[str, Any]) -> float:
-    """In the event loop's time."""
+    """In Unix time."""
     return float(record["started_s"] + record["duration_s"])

@@ -7,7 +7,6 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from unittest.mock import patch
 
 import msgspec
 import numpy as np
@@ -235,8 +234,8 @@ class MadeRun:
         """Of all steps so far: a trainer, one replica, and the rollouts of the orchestrator."""
         parts = self.folder / "trace"
         orchestrator, trainer, generator = (
-            _trace_writer(parts, name, pid, self.trace_mb)
-            for pid, name in ((1_000, "orchestrator"), (1_001, "trainer"), (1_002, "generator"))
+            TraceWriter(parts, name, max_bytes=int(self.trace_mb * 1e6))
+            for name in ("orchestrator", "trainer", "generator")
         )
         for step in range(1, self.step + 1):
             for name, track, at_s, took_s, about in self._spans_of_trainer(step):
@@ -322,12 +321,6 @@ def write_export(path: Path, entries: Sequence[RolloutEntry]) -> None:
     for name in ("branch", "position"):
         made[name] = pyarrow.array(np.array(rows[name], np.int32))
     parquet.write_table(pyarrow.table(made), path, compression="zstd", row_group_size=1 << 16)
-
-
-def _trace_writer(folder: Path, name: str, pid: int, megabytes: float) -> TraceWriter:
-    """As of a process of its own."""
-    with patch("os.getpid", return_value=pid):
-        return TraceWriter(folder, name, max_bytes=int(megabytes * 1e6))
 
 
 def _ns(seconds: float) -> int:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from tailrace.tracing.phases import PhaseRecorder, phase
 from tailrace.tracing.traces import TraceWriter, join_trace
+from tailrace.tracing.wall_clock import monotonic_to_unix_ns
 from tests.support.chrome_trace import crossings, read_trace, spans, tracks
 
 
@@ -52,8 +53,8 @@ async def test_the_parts_of_all_processes_become_one_file(tmp_path: Path) -> Non
     parts = tmp_path / "parts"
     for role in ("orchestrator", "trainer"):
         trace = TraceWriter(parts, role, max_bytes=100_000)
-        trace.add_span("train", "optimizer steps", 0, began_ns=5_000, duration_ns=2_500, about={"step": 1})
-        trace.add_value("event-loop lag", "ms", 6_000, 1.5)
+        trace.add_span("train", "optimizer steps", 0, began_ns=5_000_000, duration_ns=2_500_000, about={"step": 1})
+        trace.add_value("event-loop lag", "ms", 6_000_000, 1.5)
         trace.close()
     with (parts / "generator.events").open("w") as killed:
         killed.write('{"ph":"M","name":"process_name","pid":9,"args":{"name":"generator"}}\n{"ph":"X","na')
@@ -61,28 +62,32 @@ async def test_the_parts_of_all_processes_become_one_file(tmp_path: Path) -> Non
     events = read_trace(tmp_path / "trace.json")
     named = [event["args"]["name"] for event in events if event["name"] == "process_name"]
     assert named == ["generator", "orchestrator", "trainer"]
-    assert [(span["ts"], span["dur"]) for span in spans(events)] == [(5.0, 2.5)] * 2
+    began_us = (5_000_000 + monotonic_to_unix_ns()) // 1_000
+    assert [(span["ts"], span["dur"]) for span in spans(events)] == [(began_us, 2_500)] * 2
+    assert len({span["pid"] for span in spans(events)}) == 2  # though one process wrote both
     assert not parts.exists()
 
 
 def test_a_process_that_is_started_again_goes_on_with_its_part(tmp_path: Path) -> None:
     parts = tmp_path / "parts"
-    for began_ns in (1_000, 2_000):
+    for began_ns in (1_000_000, 2_000_000):
         trace = TraceWriter(parts, "trainer", max_bytes=100_000)
         trace.add_span("train", "optimizer steps", 0, began_ns=began_ns, duration_ns=500, about={"step": 1})
         trace.close()
         with (parts / "trainer.events").open("a") as killed:
             killed.write('{"ph":"X","name":"train","args":{"step":2}')  # cut short where it looks like an end
     full = TraceWriter(parts, "trainer", max_bytes=(parts / "trainer.events").stat().st_size)
-    full.add_span("train", "optimizer steps", 0, began_ns=3_000, duration_ns=500)
+    full.add_span("train", "optimizer steps", 0, began_ns=3_000_000, duration_ns=500)
     full.close()
     join_trace(parts, tmp_path / "trace.json")
     events = read_trace(tmp_path / "trace.json")
-    assert [span["ts"] for span in spans(events)] == [1.0, 2.0]
+    first, second = spans(events)
+    assert second["ts"] - first["ts"] == 1_000
+    assert second["pid"] != first["pid"]  # also where a container gives both lives the same process id
     assert [event["name"] for event in events].count("trace_is_full") == 1
 
 
 def test_a_trace_without_a_span_is_valid(tmp_path: Path) -> None:
     TraceWriter(tmp_path / "parts", "trainer", max_bytes=0).close()
     join_trace(tmp_path / "parts", tmp_path / "trace.json")
-    assert [event["name"] for event in read_trace(tmp_path / "trace.json")] == ["process_name"]
+    assert [event["name"] for event in read_trace(tmp_path / "trace.json")] == ["process_name", "process_labels"]

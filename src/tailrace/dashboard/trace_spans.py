@@ -57,7 +57,7 @@ _DECODER = msgspec.json.Decoder(_TraceEvent)
 
 @dataclass(slots=True)
 class Columns:
-    """[num_spans] each; times in seconds of the monotonic clock of the host that ran it."""
+    """[num_spans] each; times in seconds of the trace's clock."""
 
     began_s: array[float] = field(default_factory=lambda: array("d"))
     ended_s: array[float] = field(default_factory=lambda: array("d"))

@@ -13,6 +13,7 @@ import numpy as np
 from tailrace.errors import DataError
 from tailrace.guards import guarded
 from tailrace.records import Branch, Float32Array, Json, Outcome, Rollout
+from tailrace.tracing.wall_clock import monotonic_to_unix_ns
 
 
 class VersionRange(msgspec.Struct, frozen=True):
@@ -60,7 +61,7 @@ class RolloutRecord(msgspec.Struct, frozen=True, kw_only=True):
     mean_logprob: float | None = None
     """Of the sampled tokens, in nats."""
     started_s: float = 0.0
-    """Event-loop time at admission."""
+    """Unix time at admission, as in the trace."""
     duration_s: float = 0.0
     metrics: dict[str, float | None] = {}
     """Timings and counts of the rollout: `generate_s`, `score_s`, `drifted_turns`, ..."""
@@ -107,7 +108,7 @@ def rollout_record(entry: RolloutEntry, step: int) -> RolloutRecord:
         attempt=rollout.attempt,
         versions=versions,
         mean_logprob=mean_logprob,
-        started_s=rollout.started_s,
+        started_s=rollout.started_s + monotonic_to_unix_ns() / 1e9,
         duration_s=max(0.0, rollout.ended_s - rollout.started_s),
         metrics=dict(rollout.metrics),
     )

@@ -3,9 +3,10 @@
     each process ── spans ──▶ its own part (one JSON event a line, written by a thread) ──┐
     the run, at its end ── join_trace ──▶ trace.json ◀────────────────────────────────────┘
 
-Times are of the monotonic clock, which the processes of one host share. What overlaps lies in lanes: `rollouts 0`,
-`rollouts 1`, ... are one track each, and in one lane spans nest. The bytes of a process are bounded; what comes
-after is counted. Format: "Trace Event Format", Chromium project (complete, counter and metadata events).
+Times are Unix time in whole microseconds, so that parts of several hosts lie beside each other as well as their clocks
+agree. What overlaps lies in lanes: `rollouts 0`, `rollouts 1`, ... are one track each, and in one lane spans nest. The
+bytes of a process are bounded; what comes after is counted. Format: "Trace Event Format", Chromium project (complete,
+counter and metadata events).
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from __future__ import annotations
 import heapq
 import itertools
 import os
+import socket
+import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -22,6 +25,7 @@ import msgspec
 
 from tailrace.records import Json
 from tailrace.tracing.background import BackgroundWriter
+from tailrace.tracing.wall_clock import monotonic_to_unix_ns
 
 TRACE_FILE = "trace.json"
 _PART_SUFFIX = ".events"
@@ -46,13 +50,18 @@ class TraceWriter:
         self._spans: list[_Span] = []
         self._lanes: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)
         self._free_lanes: defaultdict[str, list[int]] = defaultdict(list)
-        self._pid, self._tids = os.getpid(), dict[tuple[str, int], int]()
+        self._to_unix_ns = monotonic_to_unix_ns()
+        self._tids: dict[tuple[str, int], int] = {}
         self._dropped = self._flushed_ns = 0
         self._is_full = False
         folder.mkdir(parents=True, exist_ok=True)
         self._append(_AFTER_CUT_LINE)
-        self._left_bytes = max_bytes - self._path.stat().st_size
-        self._append(_line({"ph": "M", "name": "process_name", "pid": self._pid, "args": {"name": process}}))
+        part_bytes = self._path.stat().st_size
+        self._left_bytes = max_bytes - part_bytes
+        self._pid = _process_number(process, part_bytes)
+        label = f"pid {os.getpid()} on {socket.gethostname()}"
+        for name, told in (("process_name", {"name": process}), ("process_labels", {"labels": label})):
+            self._append(_line({"ph": "M", "name": name, "pid": self._pid, "args": told}))
 
     def take_lane(self, track: str) -> int:
         """The lowest lane of a track that is free."""
@@ -85,7 +94,8 @@ class TraceWriter:
 
     def add_value(self, name: str, unit: str, at_ns: int, value: float) -> None:
         """A value over time: a curve of its own."""
-        self._submit([{"ph": "C", "name": name, "pid": self._pid, "ts": at_ns / 1e3, "args": {unit: value}}])
+        at_us = self._unix_us(at_ns)
+        self._submit([{"ph": "C", "name": name, "pid": self._pid, "ts": at_us, "args": {unit: value}}])
 
     def flush(self) -> None:
         """Hand what was added to the thread that writes; never waits."""
@@ -129,18 +139,23 @@ class TraceWriter:
             if tid is None:
                 tid = self._tids[track, lane] = len(self._tids) + 1
                 yield from self._track(tid, track, lane)
+            began_us = self._unix_us(began_ns)
             event: dict[str, Json] = {
                 "ph": "X",
                 "name": name,
                 "cat": track,
                 "pid": self._pid,
                 "tid": tid,
-                "ts": began_ns / 1e3,
-                "dur": duration_ns / 1e3,
+                "ts": began_us,
+                "dur": self._unix_us(began_ns + duration_ns) - began_us,
             }
             if about:
                 event["args"] = dict(about)
             yield event
+
+    def _unix_us(self, monotonic_ns: int) -> int:
+        """Whole, so that rounding never makes a span end behind the one around it: a float has too few digits here."""
+        return (monotonic_ns + self._to_unix_ns) // 1_000
 
     def _track(self, tid: int, track: str, lane: int) -> Iterator[Mapping[str, Json]]:
         about: dict[str, Json] = {"ph": "M", "pid": self._pid, "tid": tid}
@@ -174,6 +189,11 @@ def remove_parts(parts: Path) -> None:
         part.unlink()
     if parts.is_dir():
         parts.rmdir()
+
+
+def _process_number(process: str, part_bytes: int) -> int:
+    """One life of a process in the trace: process ids of two hosts, or of two containers, may be equal."""
+    return zlib.crc32(f"{process} {part_bytes}".encode()) >> 1 or 1
 
 
 def _line(event: Mapping[str, Json]) -> bytes:
