@@ -3,6 +3,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
+import time
 import weakref
 from pathlib import Path
 
@@ -221,6 +222,40 @@ def test_a_line_that_was_cut_short_costs_only_itself(tmp_path: Path) -> None:
     JsonlSink(path, writer).write({"step": 3, "training/loss": math.nan})
     assert writer.close()
     assert read_jsonl(path) == [{"step": 1}, {"step": 3, "training/loss": None}]
+
+
+def test_at_the_end_a_slow_disk_is_waited_for_as_long_as_it_finishes_what_it_is_given(tmp_path: Path) -> None:
+    writer = BackgroundWriter()
+    metrics = JsonlSink(tmp_path / "metrics.jsonl", writer)
+    for step in range(30):
+        writer.submit(lambda: time.sleep(0.05))
+        metrics.write({"step": step})
+    assert writer.close(timeout_s=1.0)
+    assert [row["step"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [*range(30)]
+
+
+@pytest.mark.parametrize("queue_records", [3, 256], ids=["full", "with room"])
+def test_at_the_end_what_waits_for_a_disk_that_hangs_is_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, queue_records: int
+) -> None:
+    begun, release, has_ended = (threading.Event() for _ in range(3))
+
+    def hang() -> None:
+        begun.set()
+        release.wait()
+        has_ended.set()
+
+    writer = BackgroundWriter(queue_records=queue_records)
+    writer.submit(hang)
+    assert begun.wait(PATIENCE_S)
+    metrics = JsonlSink(tmp_path / "metrics.jsonl", writer)
+    assert [metrics.write({"step": step}) for step in range(3)] == [True] * 3
+    assert not writer.close(timeout_s=0.1)
+    assert writer.dropped == 4
+    assert "dropped (4)" in caplog.text
+    release.set()
+    assert has_ended.wait(PATIENCE_S)
+    assert read_jsonl(tmp_path / "metrics.jsonl") == []
 
 
 def test_after_closing_records_are_counted_as_dropped(tmp_path: Path) -> None:

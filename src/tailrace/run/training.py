@@ -74,6 +74,8 @@ _HURRIED = (ExitCode.TERMINATED, ExitCode.PREEMPTED)
 """Who sends these ends everything soon after."""
 
 _DROPPED = "sinks/dropped_records"
+_LARGEST_WRITE_S = 60.0
+"""At the end of a run: a disk that has not finished a file by then, of a large batch's tokens perhaps, hangs."""
 _PACKAGES = ("tailrace", "torch", "transformers", "numpy")
 
 
@@ -286,7 +288,7 @@ def _end_without_folder(run: ComposedRun, live: LiveView, abort: Callable[[ExitC
 async def _sum_up(run: ComposedRun, ended: TrainerEnded, exit_code: int) -> RunSummary:
     """The run in figures, once everything else is written."""
     run.observer.write_rest(max(ended.step, run.orchestrator.step))
-    await asyncio.to_thread(run.writer.close)
+    await asyncio.to_thread(run.writer.close, _LARGEST_WRITE_S)
     writer, orchestrator, ground, observer = run.writer, run.orchestrator, run.ground, run.observer
     summary = RunSummary(
         name=ground.settings.name,

@@ -6,8 +6,8 @@ import contextvars
 import logging
 import queue
 import threading
-import time
 from collections.abc import Callable
+from contextlib import suppress
 
 _logger = logging.getLogger(__name__)
 
@@ -20,6 +20,7 @@ class BackgroundWriter:
         self.dropped = self.failed = 0
         """Jobs that found the queue full or closed; jobs that raised."""
         self._closed = False
+        self._ended = 0
         context = contextvars.copy_context()  # so that what it takes is measured
         self._thread = threading.Thread(target=context.run, args=(self._run,), name="observability-writer", daemon=True)
         self._thread.start()
@@ -42,16 +43,35 @@ class BackgroundWriter:
             _logger.warning("the disk is slower than this run: records are dropped (counted in sinks/dropped_records)")
 
     def close(self, timeout_s: float = 10.0) -> bool:
-        """Take no more jobs, finish those that wait. Blocks: call it off the loop. True when all was done."""
+        """Take no more jobs, and finish those that wait for as long as one ends within every `timeout_s`.
+
+        Blocks: call it off the loop. True when all was done; else what was not is counted as dropped.
+        """
         if not self._closed:
             self._closed = True
-            deadline_s = time.monotonic() + timeout_s
-            try:
-                self._jobs.put(None, timeout=timeout_s)
-            except queue.Full:
-                return False
-            self._thread.join(max(0.0, deadline_s - time.monotonic()))
+            if not self._finish(timeout_s):
+                self._give_up(timeout_s)
         return not self._thread.is_alive()
+
+    def _finish(self, timeout_s: float) -> bool:
+        try:
+            self._jobs.put(None, timeout=timeout_s)
+        except queue.Full:
+            return False
+        seen = -1
+        while self._thread.is_alive() and seen != self._ended:
+            seen = self._ended
+            self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _give_up(self, timeout_s: float) -> None:
+        lost = 1  # the one that hangs
+        with suppress(queue.Empty):
+            while True:
+                lost += self._jobs.get_nowait() is not None
+        self._jobs.put_nowait(None)  # should that one end after all
+        self.dropped += lost
+        _logger.warning("the disk has finished no write for %.0f s: what waits for it is dropped (%d)", timeout_s, lost)
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
@@ -61,4 +81,5 @@ class BackgroundWriter:
                 self.failed += 1
                 if self.failed == 1:
                     _logger.warning("a record could not be written, and the run goes on without it: %s", error)
+            self._ended += 1
             del job  # what it holds is not kept until the next one comes
