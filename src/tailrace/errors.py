@@ -130,7 +130,7 @@ class ClientLost(EnvironmentFailed):
 
 
 class InvalidReward(RolloutError):
-    """A reward is not a finite number."""
+    """A reward is not a number, not finite, or larger than float32 has them."""
 
     reason = "invalid_reward"
 

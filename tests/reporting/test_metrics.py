@@ -43,6 +43,14 @@ def test_a_family_covers_its_names(name: str, family: str) -> None:
     assert metric_spec(name).name == family
 
 
+def test_a_spread_that_no_number_holds_is_infinite() -> None:
+    metrics = MetricsAccumulator()
+    for value in (0.0, -1.4e217):
+        metrics.add("reward/std", value)
+    metrics.add("reward/std", 1.4e217, weight=2)
+    assert not math.isfinite(metrics.flush()["reward/std"])
+
+
 def test_each_reduction_does_what_the_table_says() -> None:
     metrics = MetricsAccumulator()
     for value in (3.0, 1.0, 2.0):

@@ -173,8 +173,10 @@ async def test_what_an_agent_said_before_its_budget_ended_can_still_be_scored(re
         await run(renderer, spec_of(chatter), max_turns=3)
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), "good", None, [1.0], Reward(float("nan"))])
-async def test_a_reward_that_is_no_finite_number_costs_the_rollout(renderer: ChatRenderer, bad: object) -> None:
+@pytest.mark.parametrize(
+    "bad", [float("nan"), float("inf"), -1.4e217, 10**39, "good", None, [1.0], Reward(float("nan"))]
+)
+async def test_a_reward_that_is_no_number_of_float32_costs_the_rollout(renderer: ChatRenderer, bad: object) -> None:
     async def agent(task: Task, policy: Policy) -> object:
         await ask(task, policy)
         return bad

@@ -88,6 +88,18 @@ async def test_a_run_whose_summary_or_report_cannot_be_written_does_not_end_with
         assert read_summary(tmp_path / "run") == summary
 
 
+async def test_a_run_whose_report_cannot_be_drawn_ends_with_its_summary_and_tells_where(tmp_path: Path) -> None:
+    running = asyncio.create_task(run_inline(tmp_path, *REPORT, "--max_steps", "1"))
+    while not (tmp_path / "run" / "events.jsonl").exists():  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 0, "wall_s": 0, "reward/mean": 1.7e308}\n')
+    summary = await running
+    assert (summary.status, summary.steps, summary.exit_code) == (RunStatus.FINISHED, 1, 1)
+    assert "the report could not be written: " in summary.reason
+    assert read_summary(tmp_path / "run") == summary
+    assert "Traceback" in (tmp_path / "run" / "logs" / "orchestrator.log").read_text()
+
+
 @pytest.mark.parametrize(("number", "code"), ASKING)
 async def test_a_signal_stops_in_order_with_a_last_save(tmp_path: Path, number: int, code: int) -> None:
     metrics = tmp_path / "run" / "metrics.jsonl"

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import cast
 
+import numpy as np
+
 from tailrace.errors import InvalidReward
 from tailrace.records import Json, Reward
 
@@ -67,12 +69,14 @@ def _require_mapping(value: object, field_name: str) -> None:
 
 
 def finite_number(value: object, what: str) -> float:
-    """`value` as a float. Raises `InvalidReward` unless it is a finite number (a bool counts as 0 or 1).
+    """`value` as a float. Raises `InvalidReward` unless it is a number that float32, as advantages are, has too.
+
+    A bool counts as 0 or 1.
 
     >>> finite_number(True, "the reward")
     1.0
     """
-    if type(value) is float and math.isfinite(value):  # nearly always
+    if type(value) is float and -_LARGEST <= value <= _LARGEST:  # nearly always
         return value
     number = value.item() if hasattr(value, "item") and getattr(value, "ndim", None) == 0 else value
     if not isinstance(number, Real):
@@ -83,4 +87,9 @@ def finite_number(value: object, what: str) -> float:
         result = math.inf
     if not math.isfinite(result):
         raise InvalidReward(f"{what} is {result}; it must be finite")
+    if abs(result) > _LARGEST:
+        raise InvalidReward(f"{what} is {result:.3g}; at most {_LARGEST:.3g}, the largest float32, can be trained on")
     return result
+
+
+_LARGEST = float(np.finfo(np.float32).max)

@@ -100,7 +100,9 @@ class _Running:
             return
         if self._reduction in (Reduction.MEAN, Reduction.STD):
             mean = sum(values) / len(values)
-            squares = sum([(value - mean) ** 2 for value in values]) if self._reduction is Reduction.STD else 0.0
+            squares = 0.0
+            if self._reduction is Reduction.STD:  # a product becomes infinite where a power would raise
+                squares = sum([(value - mean) * (value - mean) for value in values])
             self._join(mean, len(values), squares)
         else:
             known = values if self._result is None else [self._result, *values]

@@ -328,7 +328,9 @@ def _written(summary: RunSummary, paths: RunPaths, *, with_report: bool) -> RunS
         return summary
     try:
         write_report(paths.root, views_of_report())
-    except (TailraceError, OSError) as error:
+    except Exception as error:
+        if not isinstance(error, TailraceError | OSError):  # who draws it is not ours
+            _logger.exception("the report could not be drawn, by:")
         summary = _incomplete(summary, f"the report could not be written: {error}")
         with contextlib.suppress(OSError):  # the one there says that the run succeeded
             write_summary(paths.root, summary)
