@@ -14,7 +14,7 @@ from rich.console import Console
 from tailrace.reporting.curves import Curve
 from tailrace.reporting.live import LiveView, QuietLines, progress_line, wants_live_view
 from tailrace.reporting.live_rendering import run_screen
-from tailrace.reporting.logs import Terminal, setup_logging
+from tailrace.reporting.logs import Terminal, logging_as_it_was, setup_logging
 from tailrace.reporting.run_view import Pace, RunView, Stage
 from tailrace.tracing.lag import LagStatistics
 from tests.reporting.example_run import HOSTILE, a_conversation, a_message, a_rollout
@@ -278,6 +278,26 @@ def test_each_process_logs_to_its_own_file_and_the_live_view_keeps_the_last_line
     assert "tailrace.training: line 0" in written
     assert "a detail" in written
     assert "noise" not in written
+
+
+class _Untold:
+    def __str__(self) -> str:
+        raise KeyError("no text")
+
+
+def test_a_message_that_cannot_be_written_is_shown_and_fails_nobody(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with logging_as_it_was():
+        recent = setup_logging("orchestrator", tmp_path, Terminal.LIVE)
+        logger = logging.getLogger("tailrace.run")
+        for argument in (_Untold(), {}, "neither"):
+            logger.info("%(name)s", argument)
+            logger.info("%s", argument)
+        logger.info("step 1")
+    assert recent is not None
+    assert recent.lines[-1].endswith("  step 1")
+    assert "KeyError: 'no text'" in capfd.readouterr().err
 
 
 def test_the_log_level_is_of_the_file_alone(tmp_path: Path) -> None:

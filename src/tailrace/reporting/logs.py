@@ -34,7 +34,24 @@ class Terminal(enum.StrEnum):
     """It belongs to another process."""
 
 
-class RecentLines(logging.Handler):
+class _LineHandler(logging.Handler):
+    """Takes messages as text. One that cannot be made into text never fails who logs it."""
+
+    @override
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            text = self.format(record)
+        except Exception:  # noqa: BLE001 - a message that does not fit its arguments: where it was written is shown
+            self.handleError(record)
+        else:
+            self.keep(text)
+
+    def keep(self, text: str) -> None:
+        """One message, without the end of its last line."""
+        raise NotImplementedError
+
+
+class RecentLines(_LineHandler):
     """Keeps the last few log lines for the live view."""
 
     def __init__(self) -> None:
@@ -46,17 +63,13 @@ class RecentLines(logging.Handler):
         """Oldest first, one line each."""
         return tuple(self._lines)
 
-    def emit(self, record: logging.LogRecord) -> None:
-        """Keep the first line of the message."""
-        try:
-            first, _, _ = self.format(record).partition("\n")
-        except (TypeError, ValueError):
-            self.handleError(record)
-        else:
-            self._lines.append(first)
+    @override
+    def keep(self, text: str) -> None:
+        """The first line of the message."""
+        self._lines.append(text.partition("\n")[0])
 
 
-class _FileHandler(logging.Handler):
+class _FileHandler(_LineHandler):
     """Lines of a file. What users' code prints in a process of its own goes into the same one."""
 
     def __init__(self, file: LogFile) -> None:
@@ -64,13 +77,8 @@ class _FileHandler(logging.Handler):
         self._file = file
 
     @override
-    def emit(self, record: logging.LogRecord) -> None:
-        try:
-            line = self.format(record) + "\n"
-        except Exception:  # noqa: BLE001 - a message that does not fit its arguments: where it was written is shown
-            self.handleError(record)
-        else:
-            self._file.append(line.encode(errors="backslashreplace"))
+    def keep(self, text: str) -> None:
+        self._file.append((text + "\n").encode(errors="backslashreplace"))
 
     @override
     def close(self) -> None:
