@@ -326,6 +326,16 @@ def test_a_rollout_without_a_reward_is_in_no_range_of_rewards(site: tuple[str, P
     assert page.page.evaluate(ask, "") == [True, True, True]
 
 
+def test_a_group_of_equal_rewards_is_left_out_by_what_became_of_it(site: tuple[str, Path], page: Watched) -> None:
+    page.open(site[0])
+    ask = """reasons => import('./grouping.js').then(({ groupsOf }) =>
+      groupsOf(reasons.map((reason) => ({ group_id: "g", reward: 1, completion_tokens: 1, outcome: { reason } })))
+        .map(({ isFlat, isLeftOut }) => [isFlat, isLeftOut]))"""
+    assert page.page.evaluate(ask, ["zero_spread", "zero_spread"]) == [[True, True]]
+    assert page.page.evaluate(ask, ["", ""]) == [[True, False]]  # a teacher's, or a part that was released early
+    assert page.page.evaluate(ask, ["", "zero_spread"]) == [[True, True]]
+
+
 def test_keys_with_modifiers_are_the_browser_s(site: tuple[str, Path], page: Watched) -> None:
     page.open(site[0])
     ask = "options => import('./dom.js').then(({ isOurs }) => isOurs(new KeyboardEvent('keydown', options)))"

@@ -14,6 +14,8 @@ SOUND = {
     "reward/min": 0.0,
     "reward/max": 1.0,
     "group/zero_spread_share": 0.2,
+    "rollout/trained": 64.0,
+    "rollout/filtered/zero_spread": 16.0,
     "training/entropy": 0.4,
     "rollout/completion_tokens": 100.0,
     "rollout/truncated_share": 0.0,
@@ -41,7 +43,7 @@ def lines(
 
 
 SICK = {
-    "no_spread": {"group/zero_spread_share": 0.9, "reward/mean": 0.02},
+    "no_spread": {"group/zero_spread_share": 0.9, "rollout/filtered/zero_spread": 576.0, "reward/mean": 0.02},
     "entropy_collapse": {"training/entropy": 0.001},
     "engine_drift": {"training/logprob_difference_fresh": 0.2},
     "weak_weights": {"training/effective_sample_share": 0.3},
@@ -79,6 +81,29 @@ def test_alarms_come_before_hints_with_figures_and_reasons() -> None:
     assert [one.severity for one in found] == ["alarm", "hint"]
     assert found[0].seen == "40 % of rollouts ended without a reward, most of them sort: timeout"
     assert "phase 'score'" in advice(lines(SICK["lag"]))[0].seen
+
+
+def test_groups_of_equal_rewards_that_are_trained_on_raise_no_alarm() -> None:
+    taught = {"group/zero_spread_share": 1.0, "rollout/filtered/zero_spread": 0.0, "reward/mean": 0.0}
+    assert advice(lines(taught, for_steps=HISTORY)) == []
+
+
+@pytest.mark.parametrize(
+    ("low", "mean", "high", "change"),
+    [
+        (0.0, 0.02, 1.0, r"too hard"),
+        (0.0, 0.08, 0.1, r"too hard"),
+        (0.0, 0.98, 1.0, r"solved already: harder tasks$"),
+        (-1.0, 0.9, 1.0, r"solved already: harder tasks$"),
+        (-1.0, -0.02, 0.0, r"solved already: harder tasks; or too hard"),
+    ],
+)
+def test_without_spread_tasks_are_solved_or_too_hard_by_the_rewards_that_were_seen(
+    low: float, mean: float, high: float, change: str
+) -> None:
+    rewards = {"reward/min": low, "reward/mean": mean, "reward/max": high}
+    (found,) = advice(lines(SICK["no_spread"] | rewards, for_steps=HISTORY))
+    assert re.match(change, found.change)
 
 
 def test_before_there_are_enough_steps_nothing_is_said() -> None:

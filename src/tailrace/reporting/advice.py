@@ -46,9 +46,9 @@ Rule: TypeAlias = Callable[[Sequence[Line]], Advice | None]
 def advice(lines: Iterable[Line]) -> list[Advice]:
     """What is wrong by the newest lines of a run, oldest first; alarms before hints.
 
-    >>> stuck = {"step": 9, "group/zero_spread_share": 0.95, "reward/mean": 0.01}
+    >>> stuck = {"step": 9, "rollout/trained": 8.0, "rollout/filtered/zero_spread": 152.0, "reward/mean": 0.01}
     >>> [one.seen for one in advice([stuck] * 5)]
-    ['95 % of groups have equal rewards, at a mean reward of 0.010: they teach nothing']
+    ['95 % of rollouts were left out, in groups of equal rewards, at a mean reward of 0.010: they teach nothing']
     """
     steps = [line for line in lines if "policy/version" in line or "reward/mean" in line][-HISTORY:]
     if len(steps) < WINDOW:
@@ -83,30 +83,39 @@ def _spent(lines: Sequence[Line], *names: str) -> tuple[float, float] | None:
 
 
 def no_spread(lines: Sequence[Line]) -> Advice | None:
-    """Groups whose rewards are all equal have no advantage."""
-    even, reward = _typical(lines, "group/zero_spread_share"), _typical(lines, "reward/mean")
-    if even is None or reward is None or even < 0.7:
+    """Most groups are left out for rewards that are all equal. With a teacher or demonstrations such groups teach."""
+    left_out = _typical([_left_out(line) for line in lines[-WINDOW:]], "share")
+    reward = _typical(lines, "reward/mean")
+    if left_out is None or reward is None or left_out < 0.7:
         return None
-    is_solved = reward > _midway(lines)
-    change = (
-        "solved already: harder tasks"
-        if is_solved
-        else "too hard: easier tasks, a reward with steps between wrong and right, a larger rollouts.group_size or "
-        "rollouts.temperature"
-    )
     return Advice(
         rule="no_spread",
         severity="alarm",
-        seen=f"{share(even)} of groups have equal rewards, at a mean reward of {reward:.3f}: they teach nothing",
-        change=change,
-        metrics=("group/zero_spread_share", "reward/mean"),
+        seen=f"{share(left_out)} of rollouts were left out, in groups of equal rewards, at a mean reward of "
+        f"{reward:.3f}: they teach nothing",
+        change=_without_spread(lines, reward),
+        metrics=("rollout/filtered/zero_spread", "group/zero_spread_share", "reward/mean"),
     )
 
 
-def _midway(lines: Sequence[Line]) -> float:
-    """Between the lowest and the highest reward that was seen; 0.5 at least, as most rewards end at 1."""
+def _left_out(line: Line) -> Line:
+    """Of the rollouts that ended with a step, those of groups left out for equal rewards."""
+    equal, trained = line.get("rollout/filtered/zero_spread", 0.0), line.get("rollout/trained", 0.0)
+    return {"share": equal / (equal + trained)} if equal + trained else {}
+
+
+def _without_spread(lines: Sequence[Line], reward: float) -> str:
+    """Above the middle of the rewards that were seen, and above 0.5 as most end at 1, tasks are solved."""
+    solved = "solved already: harder tasks"
+    hard = (
+        "too hard: easier tasks, a reward with steps between wrong and right, a larger rollouts.group_size or "
+        "rollouts.temperature"
+    )
     seen = _values(lines, "reward/min") + _values(lines, "reward/max")
-    return max(0.5, (min(seen) + max(seen)) / 2) if seen else 0.5
+    lowest, highest = min(seen, default=0.0), max(seen, default=1.0)
+    if lowest < 0 and highest <= 0:  # 0 may be the best there is, or what a wrong answer in the right form gets
+        return f"{solved}; or {hard}"
+    return solved if reward > max(0.5, (lowest + highest) / 2) else hard
 
 
 def entropy_collapse(lines: Sequence[Line]) -> Advice | None:

@@ -1,7 +1,7 @@
 // Rollouts of a file as groups, and how those can be filtered and sorted.
 import { isNumber } from "./format.js";
 
-/** In the order of the file: `{ id, task, environment, rollouts, mean, spread, isFlat }`. */
+/** In the order of the file: `{ id, task, environment, rollouts, mean, spread, isFlat, isLeftOut }`, of what the file has of a group. */
 export function groupsOf(rollouts) {
   const groups = new Map();
   for (const rollout of rollouts) {
@@ -15,6 +15,7 @@ export function groupsOf(rollouts) {
     group.low = rewards.length ? Math.min(...rewards) : null;
     group.spread = rewards.length ? Math.max(...rewards) - Math.min(...rewards) : null;
     group.isFlat = rewards.length > 1 && group.spread === 0;
+    group.isLeftOut = group.rollouts.some((rollout) => rollout.outcome.reason === "zero_spread");
     group.tokens = group.rollouts.reduce((sum, rollout) => sum + rollout.completion_tokens, 0) / group.rollouts.length;
   }
   return [...groups.values()];

@@ -32,7 +32,7 @@ export async function show(target, context) {
   }, { signal: alive });
   target.append(
     h("div", { class: "bar" }, h("a", { href: back }, `‹ ${kind} ${step}`), h("h1", {}, visible(group.task)), h("span", { class: "soft" }, visible(group.environment)),
-      h("span", {}, `mean ${fixed(group.mean)}`), group.isFlat && h("span", { class: "badge warn" }, "no spread: it teaches nothing"),
+      h("span", {}, `mean ${fixed(group.mean)}`), group.isLeftOut ? h("span", { class: "badge warn" }, "no spread: left out") : group.isFlat && h("span", { class: "badge" }, "no spread"),
       h("span", { class: "spacer" }), neighbour(-1) && h("a", { href: neighbour(-1) }, "← group"), neighbour(1) && h("a", { href: neighbour(1) }, "group →")),
     h("div", { class: "panel pad", style: { marginBottom: "10px" } }, folded("Task, with its ground truth", records[0]?.task) || h("span", { class: "soft" }, "The task's row is empty.")),
     h("div", { class: "side", tabindex: "0", "aria-label": "Rollouts side by side" }, records.map((record) => h("section", { class: "panel pad" },

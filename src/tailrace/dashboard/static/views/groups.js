@@ -95,7 +95,7 @@ function drawStrips(target, state) {
     h("span", { class: "name", title: group.task }, visible(group.task), h("span", { class: "faint small" }, ` ${visible(group.environment)}`)),
     h("span", { class: "cells" }, group.rollouts.map((rollout) => cellOf(rollout, state, low, high))),
     h("span", { class: "small soft" }, state.sort === "change" && isNumber(group.change) && h("span", { class: `badge ${group.change < 0 ? "bad" : "good"}` }, `${group.change > 0 ? "+" : ""}${fixed(group.change, 2)} since ${state.since}`), " ",
-      group.isFlat && h("span", { class: "badge warn", title: "All rewards are equal: it teaches nothing" }, "no spread"), ` ${fixed(group.mean, 2)}`, group.spread > 0 && h("span", { class: "faint" }, ` (${fixed(group.low, 2)} to ${fixed(group.low + group.spread, 2)})`)))),
+      group.isLeftOut ? h("span", { class: "badge warn", title: "Left out, since all rewards are equal and nothing else teaches" }, "no spread") : group.isFlat && h("span", { class: "badge", title: "All rewards are equal" }, "no spread"), ` ${fixed(group.mean, 2)}`, group.spread > 0 && h("span", { class: "faint" }, ` (${fixed(group.low, 2)} to ${fixed(group.low + group.spread, 2)})`)))),
     shown.length === 0 && h("div", { class: "empty" }, state.rollouts.length ? "No group fits the filter." : "This step has no rollouts in its file."));
 }
 
