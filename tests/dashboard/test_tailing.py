@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -68,6 +69,20 @@ def test_lines_that_were_cut_short_or_are_nonsense_are_left_out(tmp_path: Path) 
     assert [str(value) for value in columns.values("a")] == ["1.0", "nan"]
     assert [str(value) for value in columns.values("c")] == ["nan", "3.0"]
     assert columns.matching(["a", "*"]) == ["step", "a", "c"]
+
+
+def test_however_many_generators_and_names_of_nonsense_there_are_a_run_s_own_metrics_are_there(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    line = {"step": 1.0} | {f"generator/generator_{number}/requests": 1.0 for number in range(6_000)}
+    line |= {"policy/version": 1.0, "reward/mean": 0.5, "reward/sort/mean": 0.5, "training/loss": 0.1}
+    nonsense = {"step": 2.0} | {f"nonsense {number}": 0.0 for number in range(6_000)} | {"training/kl": 0.2}
+    path.write_bytes(b"".join(msgspec.json.encode(one) + b"\n" for one in (line, nonsense)))
+    columns = MetricColumns(path)
+    columns.update()
+    for name in ("policy/version", "reward/mean", "reward/sort/mean", "training/loss", "training/kl"):
+        assert columns.matching([name]) == [name]
+    assert len(columns.matching(["generator/*"])) == 4_000
+    assert len(columns.columns) < 9_000
 
 
 def test_of_many_metrics_only_the_largest_are_asked_for(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
+from collections import Counter
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -15,11 +16,13 @@ from tailrace.dashboard.tailing import Tail
 from tailrace.errors import DataError
 from tailrace.guards import guarded
 from tailrace.records import Json
+from tailrace.reporting.metrics import METRICS
 from tailrace.reporting.run_folder import is_number
 
 _LINE = msgspec.json.Decoder(dict[str, Json])
-_MOST_COLUMNS = 4_000
-"""A line of nonsense must not become a column a name."""
+_MOST_OF_A_KIND = 4_000
+"""A line of nonsense must not become a column a name, nor six of each generator keep others' names out."""
+_KINDS = frozenset(name.partition("/")[0] for name in METRICS)
 
 
 class MetricColumns:
@@ -28,6 +31,7 @@ class MetricColumns:
     def __init__(self, path: Path) -> None:
         self._tail = Tail(path)
         self.columns: dict[str, array[float]] = {}
+        self._of_kind: Counter[str] = Counter()
         self.count = 0
         """Lines taken in."""
 
@@ -45,6 +49,7 @@ class MetricColumns:
         """Take in what was appended. Lines that are cut short, or are no metrics, are left out."""
         if self._tail.start_over_if_replaced():
             self.columns, self.count = {}, 0
+            self._of_kind.clear()
         for line in self._tail.lines():
             metrics = decoded(line)
             if metrics is not None and is_number(metrics.get("step")):
@@ -57,8 +62,10 @@ class MetricColumns:
                 continue
             column = columns.get(name)
             if column is None:
-                if len(columns) >= _MOST_COLUMNS:
+                kind = _kind_of(name)
+                if self._of_kind[kind] >= _MOST_OF_A_KIND:
                     continue
+                self._of_kind[kind] += 1
                 column = columns[name] = array("d")
             if len(column) < count:
                 column.extend([math.nan] * (count - len(column)))
@@ -98,6 +105,12 @@ class MetricColumns:
             }
             for row in range(first, self.count)
         ]
+
+
+def _kind_of(name: str) -> str:
+    """What a name is counted with: alone where the table of metrics has it, else with its family's first word."""
+    first = name.partition("/")[0]
+    return name if name in METRICS else first if first in _KINDS else ""
 
 
 def decoded(line: bytes) -> dict[str, Json] | None:
