@@ -99,6 +99,7 @@ def test_the_report_shows_the_run(run_folder: Path) -> None:
         "calculator",
         "learning_rate = 1e-3",
         "admitted 4,000 = terminal 4,000",
+        "trained to finished; 1 is unbiased",  # as docs/metrics.md defines the length ratio
     ):
         assert promised in shown
     assert (run_folder / "reward.png").read_bytes().startswith(b"\x89PNG")

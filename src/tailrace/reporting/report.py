@@ -126,7 +126,7 @@ def _tiles(run: RunFolder) -> list[Tile]:
         ),
     ]
     if summary is not None and summary.length_ratio is not None:
-        tiles.append(Tile("Length ratio", _fixed(summary.length_ratio), "trained to admitted; 1 is unbiased"))
+        tiles.append(Tile("Length ratio", _fixed(summary.length_ratio), "trained to finished; 1 is unbiased"))
     if summary is not None and summary.peak_rss_bytes:
         tiles.append(Tile("Memory", num_bytes(sum(summary.peak_rss_bytes.values())), "peak, all processes"))
     return [tile for tile in tiles if tile.value != NOTHING]
