@@ -257,6 +257,37 @@ def test_steps_that_leave_the_version_as_it_was_are_counted_as_trained_across_a_
     assert after.ledger.balances
 
 
+def _evaluated(parent: Path, *, last_weights: bool) -> RunSummary:
+    """A run of two steps whose trainer ends at once after the second one, with the weights of that or without."""
+
+    async def program(samples: MemorySampleStream) -> None:
+        trainer = Trainer(samples, parent / "weights")
+        await trainer.begin()
+        await trainer.step(1, await trainer.pull(4))
+        await trainer.step(2, await trainer.pull(4), version=None if last_weights else 2)
+        await trainer.end()
+
+    held_out = [{"name": "tests.support.run_environments:words", "args": {"count": 20, "held_out": 4}}]
+    evaluation = {"every_steps": 2, "tasks": 2, "finish_s": 20.0}
+    return asyncio.run(run_with(parent, program, environments=held_out, evaluation=evaluation))
+
+
+def test_the_last_weights_are_evaluated_though_the_trainer_is_gone(tmp_path: Path) -> None:
+    summary = _evaluated(tmp_path, last_weights=True)
+    assert (summary.status, summary.steps) == (RunStatus.FINISHED, 2)
+    course = summary.evaluations["words"]
+    assert (course.step_last, course.policy_version_min, course.policy_version_max) == (2, 2, 2)
+
+
+def test_a_last_step_without_weights_is_not_waited_for_to_be_evaluated(tmp_path: Path) -> None:
+    summary = _evaluated(tmp_path, last_weights=False)
+    assert (summary.status, summary.steps) == (RunStatus.FINISHED, 2)
+    assert summary.evaluations["words"].step_last == 0
+    log = (tmp_path / "run" / "logs" / "orchestrator.log").read_text()
+    assert "no evaluation of version 2: the trainer published no weights of it" in log
+    assert "the end of the run cancels" not in log
+
+
 async def _steps_of_nothing(trainer: Trainer) -> None:
     await trainer.step(1, await trainer.pull(4))
     await trainer.step(2, [])

@@ -25,6 +25,7 @@ class HeldOut:
         ]
         self.version = 0
         self.installed = 0
+        self.has_ended = False
         self.lent: list[int] = []
         self.results: list[Evaluation] = []
         self.running = self.most_running = 0
@@ -75,13 +76,19 @@ class HeldOut:
         self.scored.append(group.task.task_id)
         return [group]
 
-    async def wait_installed(self, version: int) -> None:
-        while self.installed < version:
+    async def wait_installed(self, version: int) -> bool:
+        while self.installed < version and not self.has_ended:
             self.changed.clear()
             await self.changed.wait()
+        return self.installed >= version
 
     def install(self, version: int) -> None:
         self.installed = self.version = version
+        self.changed.set()
+
+    def end(self) -> None:
+        """No more weights come."""
+        self.has_ended = True
         self.changed.set()
 
 
@@ -226,6 +233,18 @@ async def test_after_training_it_has_a_deadline() -> None:
         assert not evaluator.is_idle
         assert evaluator.describe() == "step 2"
     assert held_out.running == 0
+    assert held_out.results == []
+
+
+async def test_one_whose_weights_never_come_is_left_out() -> None:
+    held_out = HeldOut()
+    async with held_out.evaluating() as evaluator:
+        evaluator.step_ended(2, version=1)
+        await settle()
+        assert evaluator.describe() == "step 2"
+        held_out.end()
+        await evaluator.finish()
+        assert evaluator.is_idle
     assert held_out.results == []
 
 

@@ -204,6 +204,7 @@ class Orchestrator(WeightListener, ReplicaListener):
                     self._stop_scheduling()
                 case TrainerEnded():
                     self._has_ended = True
+                    self._changed.set()
                     return event
             self._changed.set()
         raise LifecycleError("the event log ended without the trainer's terminal record")
@@ -293,7 +294,7 @@ class Orchestrator(WeightListener, ReplicaListener):
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._roles.watch())
             self._scheduling = tasks.create_task(self._schedule())
-            tasks.create_task(self._evaluator.run(self._installed))
+            tasks.create_task(self._evaluator.run(self._may_be_evaluated))
             tasks.create_task(self._tell_of_replicas())
 
     async def _tell_of_replicas(self) -> None:
@@ -349,6 +350,18 @@ class Orchestrator(WeightListener, ReplicaListener):
 
     async def _installed(self, version: int) -> None:
         await self._until(lambda: self.installed_version >= version)
+
+    async def _may_be_evaluated(self, version: int) -> bool:
+        """Waits until these weights, or newer ones, serve; False once the trainer has ended without publishing any."""
+
+        def never_come() -> bool:
+            newest = self._roles.generators.router.weights.newest
+            return self._has_ended and (newest is None or newest.version < version)
+
+        await self._until(lambda: self.installed_version >= version or never_come())
+        if self.installed_version < version:
+            _logger.warning("no evaluation of version %d: the trainer published no weights of it", version)
+        return self.installed_version >= version
 
     async def _until(self, condition: Callable[[], bool]) -> None:
         await wait_until(self._changed, condition)

@@ -223,6 +223,8 @@ class OutsideTrainer(RunTrainer):
                 listener.saved(step)
                 await self._log.append(CheckpointWritten(epoch=epoch, step=step, path=path))
             case TrainingOver(status=status, reason=reason):
+                if status is RunStatus.FINISHED:
+                    await wait_until(self._changed, lambda: self._weights is None or self._cut_short is not None)
                 await self._end(status, reason)
             case _:
                 pass
@@ -244,10 +246,13 @@ class OutsideTrainer(RunTrainer):
         while True:
             await wait_until(self._changed, lambda: self._weights is not None)
             assert self._weights is not None
-            reported, self._weights = self._weights, None
+            reported = self._weights
             ref = reported.ref if isinstance(reported, WeightsOffered) else await self._read(reported)
             if ref is not None and not self._log.has_ended:
                 await self._log.append(ModelStateDictPublished(epoch=self._log.epoch, ref=ref))
+            if self._weights is reported:  # the end of a run that finished waits for this: it may yet be evaluated
+                self._weights = None
+                self._changed.set()
 
     async def _read(self, written: WeightsWritten) -> ModelStateDictRef | None:
         """None where newer ones came, and the trainer may have removed these."""
@@ -267,16 +272,23 @@ class OutsideTrainer(RunTrainer):
         """Waits for a request to stop, and passes it on; a trainer that is not there is answered for."""
         async for event in self._log.follow():
             if isinstance(event, StopRequested):
+                self._changed.set()
                 await self.samples.request_stop(event)
                 await self._end_without_trainer()
             elif isinstance(event, TrainerEnded):
                 self._why_closed = self._why_closed or f"the run is over: {event.status}, {event.reason}"
 
+    @property
+    def _cut_short(self) -> StopRequested | None:
+        """The request to stop of a run that was cancelled, or failed."""
+        stop = self._log.stop
+        return None if stop is None or stop.status is RunStatus.FINISHED else stop
+
     async def _end_without_trainer(self) -> None:
         """A run that was cancelled, or failed, does not wait for a trainer that is not there."""
         is_there = self._listener is not None and self._listener.num_consumers
-        if self._log.stop is not None and self._log.stop.status is not RunStatus.FINISHED and not is_there:
-            await self._end(self._log.stop.status, "no rank of the trainer was there")
+        if (stop := self._cut_short) is not None and not is_there:
+            await self._end(stop.status, "no rank of the trainer was there")
 
     async def _end(self, status: RunStatus, reason: str) -> None:
         """The terminal record. Where a stop was asked for, the trainer does not make a success of it."""

@@ -205,8 +205,10 @@ class Evaluator:
         """Rollouts of the running evaluation that finished or were lost."""
         return self._walk.ended if self._walk else 0
 
-    async def run(self, installed: Callable[[int], Awaitable[None]]) -> None:
+    async def run(self, installed: Callable[[int], Awaitable[bool]]) -> None:
         """Evaluate what falls due until cancelled; `installed` waits until weights of a version, or newer ones, serve.
+
+        Where it returns False they never will, and that evaluation is left out.
 
         Raises the error of an engine that failed.
         """
@@ -215,8 +217,8 @@ class Evaluator:
                 self._wake.clear()
                 await self._wake.wait()
             (self.step, version), self._due = self._due, None
-            await installed(version)
-            await self._evaluate(self.step)
+            if await installed(version):
+                await self._evaluate(self.step)
             self.step = None
             if self._due is None:
                 self._idle.set()
