@@ -65,7 +65,7 @@ class Feed:
             step: The last step that the trainer took, and `version` the weights that it holds: those of the checkpoint
                 that it goes on from.
             weights: Those, as for `step_done`: for a run that was started again, whose generators begin with the
-                weights of version 0.
+                weights of version 0, and for one with `generator.connect`, whose generators begin with none.
 
         Raises what `RedisSampleReceiver` does, and `DataError` for a folder that does not tell of a feed.
         """

@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from pathlib import Path
 from typing import NoReturn
 
@@ -17,6 +18,7 @@ import zmq.asyncio
 
 from tailrace.config.serving import load_serve_settings
 from tailrace.errors import SettingsError
+from tailrace.feed import Feed
 from tailrace.free_ports import free_port
 from tailrace.generation.rpc.client import GeneratorClient
 from tailrace.generation.rpc.messages import WelcomeReply
@@ -25,8 +27,10 @@ from tailrace.records import ModelStateDictRef
 from tailrace.reporting.summary import read_summary
 from tailrace.run.serving import serve
 from tailrace.transport.keys import CurveKeys, write_keys
+from tests.examples.test_external_trainer import TINY, started
 from tests.run.runs import PATIENCE_S, ROLES, WITHOUT_MODEL, command, records
 from tests.run.served import SMALL, address_of, http_address_of, refusal, serving
+from tests.support.redis_servers import needs_redis
 
 STEPS_WITH_NEWEST_WEIGHTS = ("--max_steps", "4", "--scheduling.max_staleness", "0")
 """Nothing is admitted before every generator holds what the trainer published last."""
@@ -209,6 +213,24 @@ def test_a_run_tells_that_nobody_answers(tmp_path: Path, roles: tuple[str, ...])
     with command(tmp_path, *roles, "--max_steps", "1", *nowhere) as run:
         status, printed = run.wait()
     assert (status, f"generator.connect: no generator answers at {address}" in printed) == (1, True), printed
+
+
+@needs_redis
+def test_a_run_of_an_outside_trainer_says_that_it_waits_for_its_first_weights(tmp_path: Path) -> None:
+    with serving("--address", "tcp://127.0.0.1:0") as process:
+        connect = ("--generator.connect", address_of(process))
+        with started(tmp_path, *TINY, *connect, "--observability.no_progress_s", "0.5") as run:
+            with Feed(tmp_path / "runs" / "outside"):
+                require_said(tmp_path / "output", "the outside trainer to write weights of version 0")
+            assert run.wait(PATIENCE_S) == 0, (tmp_path / "output").read_text()
+
+
+def require_said(log: Path, text: str) -> None:
+    """Wait until it says so."""
+    deadline_s = time.monotonic() + PATIENCE_S
+    while text not in log.read_text():
+        assert time.monotonic() < deadline_s, log.read_text()
+        time.sleep(0.1)
 
 
 def test_generators_of_other_hosts_are_sent_what_changed(tmp_path: Path) -> None:

@@ -156,9 +156,12 @@ class ComposedRun:
         orchestrator, scheduler = self.orchestrator, self.scheduler
         if not isinstance(scheduler, FeedScheduler) or orchestrator.stage not in (Stage.STARTING, Stage.TRAINING):
             return ""
-        if not orchestrator.has_begun and self.roles.generators.router.weights.newest is None and orchestrator.version:
-            return f"the outside trainer to write weights of version {orchestrator.version}, with which it begins"
-        return scheduler.describe_waiting()
+        has_weights = orchestrator.installed_version >= orchestrator.version
+        if has_weights or orchestrator.has_begun or self.roles.generators.router.weights.newest is not None:
+            return scheduler.describe_waiting()
+        return scheduler.describe_waiting() or (
+            f"the outside trainer to write weights of version {orchestrator.version}, with which it begins"
+        )
 
 
 @contextlib.asynccontextmanager
