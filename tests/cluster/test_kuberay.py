@@ -145,6 +145,14 @@ def test_only_a_run_that_may_grow_is_given_nodes_by_the_autoscaler(capsys: pytes
     assert [generators[of] for of in ("replicas", "minReplicas", "maxReplicas")] == [2, 2, 6]
 
 
+def test_deadlines_are_those_that_the_run_makes_of_its_settings(capsys: pytest.CaptureFixture[str]) -> None:
+    manifests = rendered(capsys, "--deadline_scale", "3")
+    head = cluster(manifests)["headGroupSpec"]["template"]["spec"]
+    assert head["terminationGracePeriodSeconds"] == 3 * 70 + 3 + 10
+    for worker in workers(manifests).values():
+        assert worker["template"]["spec"]["terminationGracePeriodSeconds"] == 3 * 15 + 10
+
+
 @pytest.mark.parametrize("arguments", CASES.values(), ids=CASES.keys())
 def test_the_command_is_one_that_tailrace_has_and_goes_on_where_its_run_has_begun(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, arguments: tuple[str, ...]

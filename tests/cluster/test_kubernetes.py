@@ -144,6 +144,18 @@ def test_a_pod_has_as_long_to_end_as_its_run_may_take(capsys: pytest.CaptureFixt
     assert hook["exec"]["command"][-1] == "touch /data/runs/quickstart/preempt; sleep 3"
 
 
+def test_deadlines_are_those_that_the_run_makes_of_its_settings(capsys: pytest.CaptureFixture[str]) -> None:
+    slowly = ("--deadline_scale", "3", "--generator.router.start_deadline_s", "100")
+    manifests = rendered(capsys, *IMAGE, *SPREAD, *slowly)
+    pods = {key: one["spec"]["template"]["spec"] for key, one in manifests.items() if "template" in one.get("spec", {})}
+    assert pods["Job", "quickstart"]["terminationGracePeriodSeconds"] == 3 * 70 + 3 + 10
+    assert pods["StatefulSet", "quickstart-generators"]["terminationGracePeriodSeconds"] == 3 * 15 + 10
+    found = containers(manifests)
+    assert found["StatefulSet", "quickstart-generators"]["startupProbe"]["failureThreshold"] == 300 / 5
+    assert "--generator.connect_wait_s=300" in command(found["Job", "quickstart"])
+    assert "deadline_scale = 3.0" in manifests["ConfigMap", "quickstart-settings"]["data"]["quickstart.toml"]
+
+
 def test_pods_whose_status_says_that_the_run_goes_on_are_replaced(capsys: pytest.CaptureFixture[str]) -> None:
     manifests = rendered(capsys, *CASES["a trainer in a pod of its own"])
     ignored = {}

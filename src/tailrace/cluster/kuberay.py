@@ -34,6 +34,7 @@ from tailrace.cluster.manifests import (
     run_grace_s,
     settings_map,
 )
+from tailrace.config.deadlines import with_scaled_deadlines
 from tailrace.config.settings import RunSettings
 from tailrace.errors import SettingsError
 from tailrace.lifecycle.cluster import RoleGroup
@@ -86,7 +87,7 @@ def render_kuberay(
     workers = worker_pods(groups, spare, options.node)
     files = settings_map(settings, name)
     files["data"][_START] = _script(settings)
-    manifests = [files, *claim(name, options), _job(settings, name, workers, options)]
+    manifests = [files, *claim(name, options), _job(with_scaled_deadlines(settings), name, workers, options)]
     return as_yaml(_COMMENT.format(run=settings.name, name=name), manifests)
 
 
@@ -191,7 +192,7 @@ def _pod(
 ) -> Manifest:
     """The operator fills in the command, which is `ray start`, and beside the head's the autoscaler, which asks it."""
     one = {**container(need.role, need, options), "env": _ENVIRONMENT}
-    grace_s = generator_grace_s(settings.shutdown)
+    grace_s = generator_grace_s(settings)
     if is_head:
-        one["lifecycle"], grace_s = notice(settings), run_grace_s(settings.shutdown)
+        one["lifecycle"], grace_s = notice(settings), run_grace_s(settings)
     return pod(name, need.role, options, one, grace_s=grace_s, **further)

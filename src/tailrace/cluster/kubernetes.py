@@ -30,6 +30,7 @@ from tailrace.cluster.manifests import (
     settings_map,
     trainer_grace_s,
 )
+from tailrace.config.deadlines import with_scaled_deadlines
 from tailrace.config.settings import RunSettings
 from tailrace.lifecycle.exit_codes import ExitCode
 
@@ -48,6 +49,7 @@ def render_kubernetes(settings: RunSettings, recipe: str, overrides: list[str], 
     name, layout = object_name(settings), lay_out(settings, options.node)
     command_lines.require_renderable(settings, overrides)
     manifests = [settings_map(settings, name), *claim(name, options)]
+    settings = with_scaled_deadlines(settings)  # as the run does with those of the map
     if not layout.is_single:
         command_lines.require_connectable(settings, recipe, overrides)
         manifests += _generators(settings, name, layout, options)
@@ -64,7 +66,7 @@ def _run(settings: RunSettings, name: str, layout: Layout, options: KubernetesOp
     command = command_lines.train(settings, f"{SETTINGS}/{settings.name}.toml", [], connecting)
     resuming = ["/bin/sh", "-c", _RESUMING.format(run=settings.name), "sh"]
     one = container(HEAD, layout.need(HEAD), options, command=resuming, args=command)
-    one["lifecycle"], grace_s = notice(settings), run_grace_s(settings.shutdown)
+    one["lifecycle"], grace_s = notice(settings), run_grace_s(settings)
     template = pod(name, HEAD, options, one, grace_s=grace_s, restartPolicy="Never")
     return _job(name, name, HEAD, template, [ExitCode.PREEMPTED])
 
@@ -72,7 +74,7 @@ def _run(settings: RunSettings, name: str, layout: Layout, options: KubernetesOp
 def _trainer(settings: RunSettings, name: str, layout: Layout, options: KubernetesOptions) -> Manifest:
     command = command_lines.join(settings, "runs")
     one = container(TRAINER, layout.need(TRAINER), options, command=command[:1], args=command[1:])
-    grace_s = trainer_grace_s(settings.shutdown)
+    grace_s = trainer_grace_s(settings)
     template = pod(name, TRAINER, options, one, grace_s=grace_s, restartPolicy="Never")
     return _job(f"{name}-trainer", name, TRAINER, template, [ExitCode.PREEMPTED, ExitCode.TERMINATED])
 
@@ -133,7 +135,7 @@ def _generators(
             "replicas": len(layout.generators),
             "podManagementPolicy": "Parallel",
             "selector": {"matchLabels": labels(name, role)},
-            "template": pod(name, role, options, one, grace_s=generator_grace_s(settings.shutdown)),
+            "template": pod(name, role, options, one, grace_s=generator_grace_s(settings)),
         },
     }
     return service, stateful_set

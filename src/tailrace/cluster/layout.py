@@ -13,7 +13,6 @@ import math
 from dataclasses import dataclass
 
 from tailrace.config import RunSettings
-from tailrace.config.shutdown import ShutdownSettings
 from tailrace.errors import SettingsError
 from tailrace.generation.settings import GeneratorSettings
 
@@ -94,8 +93,14 @@ def lay_out(settings: RunSettings, node: NodeSize) -> Layout:
     return Layout(needs, _first_fit(needs, node), is_single=False)
 
 
-def stop_s(shutdown: ShutdownSettings) -> int:
-    """Seconds that a run may take from the notice that its machine is taken away until its last process has ended."""
+def stop_s(settings: RunSettings) -> int:
+    """Seconds that a run may take from the notice that its machine is taken away until its last process has ended.
+
+    >>> from tailrace.config import load_settings
+    >>> stop_s(load_settings("quickstart")), stop_s(load_settings("quickstart", ["--observability.trackers=wandb"]))
+    (70, 100)
+    """
+    shutdown, observability = settings.shutdown, settings.observability
     parts = (
         shutdown.grace_s,
         shutdown.cancel_rollouts_s,
@@ -103,6 +108,7 @@ def stop_s(shutdown: ShutdownSettings) -> int:
         shutdown.stop_generators_s,
         shutdown.close_event_log_s,
         shutdown.terminate_s,
+        observability.tracker_close_s if observability.trackers else 0,
     )
     return math.ceil(sum(parts))
 

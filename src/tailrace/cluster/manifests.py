@@ -12,7 +12,6 @@ import yaml
 from tailrace.cluster.layout import Need, NodeSize, stop_s
 from tailrace.config.resuming import settings_as_toml
 from tailrace.config.settings import RunSettings
-from tailrace.config.shutdown import ShutdownSettings
 from tailrace.errors import SettingsError
 
 Manifest: TypeAlias = dict[str, Any]
@@ -168,19 +167,19 @@ def notice(settings: RunSettings) -> Manifest:
     return {"preStop": {"exec": {"command": ["/bin/sh", "-c", command]}}}
 
 
-def run_grace_s(shutdown: ShutdownSettings) -> int:
+def run_grace_s(settings: RunSettings) -> int:
     """From the notice to the end of the run's container."""
-    return _NOTICE_S + trainer_grace_s(shutdown)
+    return _NOTICE_S + trainer_grace_s(settings)
 
 
-def trainer_grace_s(shutdown: ShutdownSettings) -> int:
+def trainer_grace_s(settings: RunSettings) -> int:
     """For a container that may make a last save."""
-    return stop_s(shutdown) + _SPARE_S
+    return stop_s(settings) + _SPARE_S
 
 
-def generator_grace_s(shutdown: ShutdownSettings) -> int:
+def generator_grace_s(settings: RunSettings) -> int:
     """For one without anything to save."""
-    return round(shutdown.stop_generators_s + shutdown.terminate_s) + _SPARE_S
+    return round(settings.shutdown.stop_generators_s + settings.shutdown.terminate_s) + _SPARE_S
 
 
 def _argument(argument: str) -> str:

@@ -16,6 +16,7 @@ from pathlib import PurePosixPath
 
 from tailrace.cluster import command_lines
 from tailrace.cluster.layout import HEAD, TRAINER, Layout, NodeSize, lay_out, stop_s
+from tailrace.config.deadlines import with_scaled_deadlines
 from tailrace.config.settings import RunSettings
 from tailrace.errors import SettingsError
 
@@ -57,6 +58,7 @@ def render_slurm(settings: RunSettings, recipe: str, overrides: Sequence[str], o
     """The batch script. `recipe` and `overrides` are what `settings` were made of. Raises `SettingsError`."""
     _require_shared(options.folder)
     command_lines.require_renderable(settings, overrides)
+    settings = with_scaled_deadlines(settings)  # as the run does itself
     layout = lay_out(settings, options.node)
     if not layout.is_single:
         command_lines.require_connectable(settings, recipe, overrides)
@@ -143,7 +145,7 @@ exit "$status"
 
 
 def _header(settings: RunSettings, layout: Layout, options: SlurmOptions) -> list[str]:
-    notice_s = stop_s(settings.shutdown) + _SIGNAL_SPARE_S
+    notice_s = stop_s(settings) + _SIGNAL_SPARE_S
     if notice_s > _LATEST_SIGNAL_S:
         raise SettingsError(
             f"section shutdown allows {notice_s} s for the end of a run, and Slurm gives notice {_LATEST_SIGNAL_S} s "
