@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tailrace.cli import main
@@ -154,9 +156,18 @@ async def test_a_notice_of_preemption_in_the_folder_stops_with_a_last_save_and_i
     summary = await running
     assert (summary.status, summary.exit_code) == (RunStatus.CANCELLED, 75)
     assert Path(summary.checkpoint_path).name == f"step_{summary.steps:06d}"
-    (tmp_path / "run" / "preempt").touch()  # late
+    (tmp_path / "run" / "preempt").touch()  # late: this process stands for the next one
+    os.utime(tmp_path / "run" / "preempt", (0, psutil.Process().create_time() - 5))
     resumed = await run_inline(tmp_path, "--max_steps", str(summary.steps + 1), *RESUMED)
     assert (resumed.exit_code, resumed.steps) == (0, summary.steps + 1)
+    assert not (tmp_path / "run" / "preempt").exists()
+
+
+async def test_a_notice_of_preemption_that_comes_while_the_run_starts_is_heard(tmp_path: Path) -> None:
+    await run_inline(tmp_path, "--max_steps", "1")
+    (tmp_path / "run" / "preempt").touch()  # before anything of this start is there but its process
+    summary = await run_inline(tmp_path, "--max_steps", "100000", *RESUMED)
+    assert (summary.status, summary.exit_code) == (RunStatus.CANCELLED, 75)
     assert not (tmp_path / "run" / "preempt").exists()
 
 
