@@ -155,6 +155,18 @@ def test_one_file_alone_is_what_a_start_left_that_was_refused_or_killed(tmp_path
         assert (paths.superseded / "start_1" / name).is_dir()
 
 
+def test_a_notice_of_preemption_is_no_obstacle_and_stays_for_the_start_that_finds_it(tmp_path: Path) -> None:
+    settings = tiny_settings("--max_steps", "1")
+    notice = tmp_path / settings.name / "preempt"
+    notice.parent.mkdir()
+    notice.touch()
+    with open_run_folder(settings, tmp_path) as paths:
+        record_settings(settings, paths, None)
+    with open_run_folder(settings, tmp_path) as paths:
+        assert (paths.superseded / "start_1" / "config.toml").is_file()
+    assert notice.is_file()
+
+
 def test_a_folder_with_anything_else_in_it_is_left_alone(tmp_path: Path) -> None:
     settings = tiny_settings("--max_steps", "1")
     (tmp_path / settings.name / "superseded" / "start_1").mkdir(parents=True)

@@ -194,6 +194,13 @@ async def test_a_resume_waits_for_an_owner_elsewhere_that_was_killed_to_fall_sil
     assert (summary.exit_code, summary.steps) == (0, 2)
 
 
+async def test_so_does_a_first_start(tmp_path: Path) -> None:
+    """The machine was lost before the run had anything to resume."""
+    left_by(ELSEWHERE, tmp_path / "run", silent_s=LAPSES_AFTER_S - 0.5)
+    summary = await run_inline(tmp_path, "--max_steps", "1")
+    assert (summary.exit_code, summary.steps) == (0, 1)
+
+
 async def test_one_that_renews_its_file_is_waited_for_no_longer_and_refuses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

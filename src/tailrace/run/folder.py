@@ -32,6 +32,7 @@ from tailrace.lifecycle.resources import remove_leftovers
 from tailrace.output_files import part_of, replace_durably
 from tailrace.reporting.sinks import step_of_path
 from tailrace.reporting.tokens.files import files_in
+from tailrace.run.notices import NOTICE
 from tailrace.run.ownership import OWNER_FILE, Ownership, own_folder
 from tailrace.transport.redis.feed_place import FEED_FILE
 
@@ -177,7 +178,12 @@ def _is_before_first_step(paths: RunPaths) -> bool:
 def _left_by_starts(paths: RunPaths) -> set[Path]:
     """What may be in the folder once a start was refused before its settings were written."""
     parts = map(part_of, (paths.settings, paths.recipe))
-    return {paths.root / OWNER_FILE, paths.superseded, paths.tokenizer, *parts}
+    return {*_of_any_start(paths), paths.tokenizer, *parts}
+
+
+def _of_any_start(paths: RunPaths) -> set[Path]:
+    """What is not of the run that left the folder: whether a notice is for the next one shows its time."""
+    return {paths.root / OWNER_FILE, paths.root / NOTICE, paths.superseded}
 
 
 def _set_aside(paths: RunPaths) -> None:
@@ -186,7 +192,7 @@ def _set_aside(paths: RunPaths) -> None:
     """
     remove_leftovers(paths.root)
     shutil.rmtree(paths.batches, ignore_errors=True)
-    left = [path for path in paths.root.iterdir() if path.name != OWNER_FILE and path != paths.superseded]
+    left = [path for path in paths.root.iterdir() if path not in _of_any_start(paths)]
     if not left:
         return
     number = len([*paths.superseded.glob("start_*")]) + 1

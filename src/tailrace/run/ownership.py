@@ -6,7 +6,7 @@
 The locks (`flock`) are the kernel's: one goes with the last process that has it, however that ends, so what a crash
 leaves holds nobody up. Roles outlive a killed owner by some seconds, and for them the next owner waits.
 Not every shared file system tells one host of another's locks. So the owner renews the file's time stamp, and where the
-lock proves nothing, the folder is taken to be in use until the file has not been renewed for a while. A resume waits
+lock proves nothing, the folder is taken to be in use until the file has not been renewed for a while. A start waits
 until that can be told: the owner elsewhere may just have been killed. One that was only stopped for so long finds the
 next one's name in the file, or no file, and knows that it lost the folder.
 """

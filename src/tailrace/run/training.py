@@ -110,8 +110,7 @@ async def train(
     devices = await asyncio.to_thread(role_devices, settings)
     environments = await asyncio.to_thread(checked_environments, settings, given)
     await asyncio.to_thread(require_known_files, settings)
-    if settings.resume:
-        await wait_for_owner_elsewhere(parent / settings.name)
+    await wait_for_owner_elsewhere(parent / settings.name)
     with open_run_folder(settings, parent) as paths, contextlib.ExitStack() as until_written:
         summary = await _train_in(
             *(paths, settings, recipe, environments, devices),
