@@ -11,11 +11,13 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
+import msgspec
 import numpy as np
 import pytest
 
 from tailrace.errors import DataError, PeerGone, SettingsError
 from tailrace.feed import Feed, FeedPlace, denominators
+from tailrace.free_ports import free_port
 from tailrace.records import (
     CheckpointSaved,
     ConsumerLost,
@@ -32,9 +34,11 @@ from tailrace.records import (
     WeightsWritten,
 )
 from tailrace.transport.redis.feed_place import FEED_FILE
+from tailrace.transport.redis.sample_messages import FeedKeys, OpenFeed
 from tailrace.transport.redis.server import RedisServer
+from tailrace.transport.samples.codec import SCHEMA
 from tests.support.fed_runs import PATIENCE_S, FedRun, as_received, feed_samples
-from tests.support.redis_servers import needs_redis, redis_server
+from tests.support.redis_servers import ask, needs_redis, redis_server
 
 ResultT = TypeVar("ResultT")
 
@@ -181,6 +185,47 @@ async def test_a_run_s_folder_tells_where_its_samples_are(server: RedisServer, r
 
     await run.sender.offer(feed_samples(1))
     assert await trained(train) == 1
+
+
+@needs_redis
+async def test_a_folder_that_a_killed_run_left_is_read_again_until_the_next_one_is_there(
+    server: RedisServer, run: FedRun, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def tell(url: str) -> None:
+        (tmp_path / FEED_FILE).write_text(json.dumps({"url": url, "run": "run"}))
+
+    tell(f"redis://127.0.0.1:{free_port()}")
+    training = asyncio.create_task(trained(lambda: take_one(tmp_path)))
+    await says(caplog, "waiting for the run for up to 300 s: no Redis answers at", training)
+    tell(server.url)
+    await run.sender.offer(feed_samples(1))
+    assert await training == 1
+
+
+@needs_redis
+async def test_the_start_of_a_run_that_was_killed_is_left_for_the_next_one(
+    server: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    left = msgspec.json.encode(OpenFeed(SCHEMA, "killed", 1.0))
+    ask(server, "SET", FeedKeys("tailrace", "run").open, left, "PX", 1000)
+    training = asyncio.create_task(trained(lambda: take_one(FeedPlace(server.url, "run"))))
+    await says(caplog, "waiting for the run for up to 300 s: run 'run' fell silent", training)
+    run = FedRun(server)
+    await run.sender.offer(feed_samples(1))
+    assert await training == 1
+    await run.close()
+
+
+def take_one(where: Path | FeedPlace) -> int:
+    with Feed(where) as feed:
+        return len(feed.pull(1))
+
+
+async def says(caplog: pytest.LogCaptureFixture, text: str, training: asyncio.Task[int]) -> None:
+    """Wait for it."""
+    while text not in caplog.text:
+        assert not training.done(), await training
+        await asyncio.sleep(0.05)
 
 
 @pytest.mark.parametrize("content", [None, "", "[]", '{"url": 5}', "\xff" * 70000])

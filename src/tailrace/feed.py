@@ -14,12 +14,14 @@ each duty is, and what happens where one is neglected: docs/streams.md. `example
 
 from __future__ import annotations
 
+import logging
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import NamedTuple, Self
 
-from tailrace.errors import TransportError
+from tailrace.errors import ConsumerRefused, CorruptData, NotAnswering, TransportError
 from tailrace.records import (
     CheckpointSaved,
     RunStatus,
@@ -36,6 +38,11 @@ from tailrace.transport.redis.connection import with_password
 from tailrace.transport.redis.feed_place import FeedPlace
 from tailrace.transport.redis.sample_receiver import RedisSampleReceiver
 from tailrace.transport.weights.outside import OutsideWeights, WeightAnnouncer
+
+_logger = logging.getLogger(__name__)
+
+_LOOK_S = 0.2
+"""Between two looks for a run that is not there yet."""
 
 __all__ = ["Denominators", "Feed", "FeedPlace", "StreamedSample", "denominators"]
 
@@ -69,10 +76,9 @@ class Feed:
 
         Raises what `RedisSampleReceiver` does, and `DataError` for a folder that does not tell of a feed.
         """
-        place = where if isinstance(where, FeedPlace) else FeedPlace.announcement_file(where, patience_s)
-        self._name, self._leads, self._weights = f"rank-{rank}", rank == 0, WeightAnnouncer(place.transfers)
-        url = with_password(place.url)
-        self._end = RedisSampleReceiver(url, place.run, self._name, prefix=place.prefix, patience_s=patience_s)
+        self._name, self._leads = f"rank-{rank}", rank == 0
+        place, self._end = _joined(where, self._name, patience_s)
+        self._weights = WeightAnnouncer(place.transfers)
         try:
             if self._leads:
                 self._end.report(TrainingBegan(consumer=self._name, step=step, version=version))
@@ -150,6 +156,29 @@ class Feed:
     def _leave(self) -> None:
         self._end.leave()
         self._weights.close()
+
+
+def _joined(
+    where: str | os.PathLike[str] | FeedPlace, name: str, patience_s: float
+) -> tuple[FeedPlace, RedisSampleReceiver]:
+    """Where the run is, and this rank's end there.
+
+    What a run left that was killed tells of where it was until the next one is there: so both are looked for anew.
+    """
+    deadline_s, has_said = time.monotonic() + patience_s, False
+    while True:
+        left_s = max(0.0, deadline_s - time.monotonic())
+        place = where if isinstance(where, FeedPlace) else FeedPlace.announcement_file(where, left_s)
+        try:
+            url = with_password(place.url)
+            return place, RedisSampleReceiver(url, place.run, name, prefix=place.prefix, patience_s=left_s)
+        except (NotAnswering, TransportError) as error:
+            if isinstance(error, CorruptData | ConsumerRefused) or time.monotonic() >= deadline_s:
+                raise
+            if not has_said:
+                _logger.warning("waiting for the run for up to %g s: %s", patience_s, error)
+            has_said = True
+        time.sleep(_LOOK_S)
 
 
 class Denominators(NamedTuple):
