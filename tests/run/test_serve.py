@@ -16,6 +16,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
+from tailrace.cli import main
 from tailrace.config.serving import load_serve_settings
 from tailrace.errors import SettingsError
 from tailrace.feed import Feed
@@ -149,6 +150,17 @@ def test_keys_let_in_who_has_them(tmp_path: Path) -> None:
         with command(tmp_path, "--max_steps", "1", *connect, "--generator.connect_key", str(key), name="right") as run:
             status, printed = run.wait()
             assert status == 0, printed
+
+
+@pytest.mark.parametrize("plan", [(), ("--dry-run",)], ids=["a run", "a dry run"])
+def test_a_key_file_that_is_not_there_is_named_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], plan: tuple[str, ...]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    connect = ("--generator.connect", "tcp://127.0.0.1:1", "--generator.connect_key", "none.key")
+    assert main(["train", "quickstart", "--max_steps", "1", *connect, *plan]) == 2
+    assert "generator.connect_key: cannot read the key file none.key" in " ".join(capsys.readouterr().err.split())
+    assert list(tmp_path.iterdir()) == []
 
 
 async def test_only_the_client_whose_key_the_server_knows_is_let_in(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from tailrace.errors import ClusterFull, NotAnswering, ReplicaReleased, Settings
 from tailrace.generation.engines.protocol import NO_SUPPORTS
 from tailrace.generation.rpc.client import BringWeights, GeneratorClient, LeaveListener, LendWeights, ReportListener
 from tailrace.generation.rpc.messages import WelcomeReply
+from tailrace.generation.settings import GeneratorSettings
 from tailrace.lifecycle.exit_codes import is_from_outside
 from tailrace.lifecycle.launchers import Launcher, RoleHandle
 from tailrace.lifecycle.roles import RoleSpec
@@ -114,6 +115,11 @@ def contradiction(own: ModelIdentity, served: ModelIdentity, *, with_weights: bo
     return f"not the weights of model.name = {own.name}" if with_weights and is_other(own, served) else ""
 
 
+def connect_keys(chosen: GeneratorSettings) -> CurveKeys | None:
+    """Of `generator.connect_key`. Raises `SettingsError` where that file has none."""
+    return read_keys(Path(chosen.connect_key), "generator.connect_key") if chosen.connect_key else None
+
+
 class ConnectedGenerator(ReplicaSource):
     """A generator of `tailrace serve`."""
 
@@ -134,7 +140,7 @@ class ConnectedGenerator(ReplicaSource):
         """
         chosen = settings.generator
         self.name, self._address, self._epoch, self._settings = name, address, epoch, settings
-        self._keys = read_keys(Path(chosen.connect_key), "generator.connect_key") if chosen.connect_key else None
+        self._keys = connect_keys(chosen)
         self._progress_deadline_s = chosen.router.progress_deadline_s
         self._wait_s = chosen.connect_wait_s
         self._lend, self._model, self._payloads = lend, settings.model.name, payloads

@@ -56,6 +56,7 @@ from tailrace.run.parts import (
     within_own_context,
 )
 from tailrace.run.phases import ORCHESTRATOR, observed_process, traced_run
+from tailrace.run.replica_sources import connect_keys
 from tailrace.run.teacher import require_endpoint
 from tailrace.run.trainer_lives import describe_lives
 from tailrace.run.watchdog import end_when_still
@@ -197,8 +198,9 @@ async def _train_in(
 
 
 def checked_environments(settings: RunSettings, given: Mapping[str, object]) -> dict[str, LoadedEnvironment]:
-    """Those of the settings. Raises before anything is started where an engine, an extra or tasks are missing."""
+    """Those of the settings. Raises before anything is started where an engine, keys, an extra or tasks are missing."""
     require_engine(settings.generator)
+    connect_keys(settings.generator)  # which every connection reads anew
     require_peft(settings.trainer.lora)
     require_parquet(settings.observability.tokens_every_steps)
     require_page(settings.observability.ui)
