@@ -111,6 +111,7 @@ async def train(
     devices = await asyncio.to_thread(role_devices, settings)
     environments = await asyncio.to_thread(checked_environments, settings, given)
     await asyncio.to_thread(require_known_files, settings)
+    await asyncio.to_thread(connect_keys, settings.generator)  # which every connection reads anew
     await wait_for_owner_elsewhere(parent / settings.name)
     with open_run_folder(settings, parent) as paths, contextlib.ExitStack() as until_written:
         summary = await _train_in(
@@ -198,9 +199,8 @@ async def _train_in(
 
 
 def checked_environments(settings: RunSettings, given: Mapping[str, object]) -> dict[str, LoadedEnvironment]:
-    """Those of the settings. Raises before anything is started where an engine, keys, an extra or tasks are missing."""
+    """Those of the settings. Raises before anything is started where an engine, an extra or tasks are missing."""
     require_engine(settings.generator)
-    connect_keys(settings.generator)  # which every connection reads anew
     require_peft(settings.trainer.lora)
     require_parquet(settings.observability.tokens_every_steps)
     require_page(settings.observability.ui)
