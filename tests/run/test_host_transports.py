@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
 
-from tailrace.errors import TransportError
+from tailrace.errors import EngineFailed, TransportError
+from tailrace.lifecycle.node_weights import WeightsOfNodes
 from tailrace.records import ModelStateDictRef
 from tailrace.run.host_transports import HostTransports, TransportAddresses
 from tailrace.transport.keys import CurveKeys
@@ -16,7 +19,7 @@ from tests.run.runs import tiny_settings
 ON_GPUS = ("--trainer.device", "cuda", "--generator.engine", "vllm", "--transport.weights", "nccl")
 
 
-def transports_on_nodes(tmp_path: Path, *overrides: str) -> HostTransports:
+def transports_on_nodes(tmp_path: Path, *overrides: str, weights: WeightsOfNodes | None = None) -> HostTransports:
     where = TransportAddresses(
         epoch="epoch",
         events="tcp://127.0.0.1:1",
@@ -26,7 +29,8 @@ def transports_on_nodes(tmp_path: Path, *overrides: str) -> HostTransports:
         payloads=str(tmp_path),
         keys=CurveKeys.make(),
     )
-    return HostTransports(where, tiny_settings(*overrides, "--placement", "ray", parent=tmp_path))
+    settings = tiny_settings(*overrides, "--placement", "ray", parent=tmp_path)
+    return HostTransports(where, settings, weights=weights)
 
 
 async def test_weights_between_gpus_are_asked_for_at_the_address_of_the_trainers_node(tmp_path: Path) -> None:
@@ -58,3 +62,16 @@ async def test_weights_on_their_way_from_node_to_node_lie_in_the_memory_of_each(
         ):
             pass
     assert [*tmp_path.glob("tailrace-run-*")] == []
+
+
+async def test_weights_that_do_not_come_to_a_node_fail_its_generator(tmp_path: Path) -> None:
+    async def never(host: str) -> NoReturn:
+        await asyncio.Event().wait()
+        raise AssertionError(host)
+
+    weights = WeightsOfNodes(never, lambda actor: None)
+    deadline = ("--transport.weights", "object_store", "--generator.router.starved_deadline_s", "0.05")
+    bring = transports_on_nodes(tmp_path, *deadline, weights=weights).bringing("10.0.0.2")
+    assert bring is not None
+    with pytest.raises(EngineFailed, match=r"version 3 did not come to the node 10\.0\.0\.2 within 0\.05 s"):
+        await asyncio.wait_for(bring(ModelStateDictRef(3, "10.0.0.1/file", 1)), 20)

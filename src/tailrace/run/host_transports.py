@@ -17,6 +17,7 @@ import zmq.asyncio
 from typing_extensions import override
 
 from tailrace.config import RunSettings
+from tailrace.errors import EngineFailed
 from tailrace.generation.rpc.client import BringWeights, GeneratorClient, ReportListener
 from tailrace.generation.rpc.server import GeneratorServer, OpenModelStateDict
 from tailrace.lifecycle.launchers import Launcher
@@ -29,6 +30,7 @@ from tailrace.lifecycle.resources import (
     remove_leftovers,
 )
 from tailrace.lifecycle.roles import Role, RoleSpec
+from tailrace.records import ModelStateDictRef
 from tailrace.rollouts.agent_workers.hosting import HostClient, WorkerHost
 from tailrace.rollouts.agent_workers.places import LocalPlace
 from tailrace.run.folder import RunPaths, announcement_file, writing
@@ -207,9 +209,25 @@ class HostTransports(Transports):
         return node_memory(self.where.epoch, host) if self._brings_weights else self._shared_memory
 
     def bringing(self, host: str = "") -> BringWeights | None:
-        """Brings weights to this node, by default to this process's; None where they need not be brought."""
-        weights = self._weights
-        return None if weights is None else lambda ref: weights.bring(ref, host or self._own_host)
+        """Brings weights to this node, by default to this process's; None where they need not be brought.
+
+        It raises `EngineFailed` where they do not come: unlike a socket, this way shows no progress meanwhile.
+        """
+        if (weights := self._weights) is None:
+            return None
+        node, deadline_s = host or self._own_host, self._settings.generator.router.starved_deadline_s
+
+        async def bring(ref: ModelStateDictRef) -> ModelStateDictRef:
+            try:
+                async with asyncio.timeout(deadline_s):
+                    return await weights.bring(ref, node)
+            except TimeoutError:
+                raise EngineFailed(
+                    f"weights of version {ref.version} did not come to the node {node} within {deadline_s:g} s "
+                    "(generator.router.starved_deadline_s)"
+                ) from None
+
+        return bring
 
     @property
     def lending(self) -> LendingFigures:

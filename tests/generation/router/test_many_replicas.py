@@ -11,12 +11,13 @@ from types import FrameType
 import numpy as np
 import pytest
 
-from tailrace.errors import TransportError
+from tailrace.errors import EngineFailed, TransportError
 from tailrace.generation.decisions import DEFAULT_WEIGHT_POLICY, WeightPolicy
 from tailrace.generation.engines.protocol import EngineStatistics
-from tailrace.generation.router.replica import ReplicaClient
+from tailrace.generation.router.replica import Replica, ReplicaClient
 from tailrace.generation.router.router import Router
 from tailrace.generation.router.settings import RouterSettings
+from tailrace.generation.router.weights import WeightDistributor
 from tailrace.records import Completion, GenerationRequest, ModelStateDictRef, OnChunk
 from tailrace.simulation.virtual_time import run_in_virtual_time
 
@@ -121,20 +122,44 @@ async def loads_begun_by_turn(replicas: int) -> list[int]:
     return np.diff(begun).tolist()
 
 
-async def given_up_while_they_wait_for_turns(replicas: int, failing: int) -> list[int]:
-    """Of many that drain one by one, each for 10 s, where `starved_deadline_s` is 120 s, and first loads fail."""
-    clients = [Loading(10.0, failing) for _ in range(replicas)]
-    drain = WeightPolicy("drain", "reset_prefix")
-    async with routed(clients, drain, loading_share=1 / replicas, max_staleness=1) as (router, _):
-        async with asyncio.timeout(2 * 10 * replicas):
+async def given_up_while_they_load(policy: WeightPolicy, replicas: int, load_s: float, failing: int) -> list[int]:
+    """Of many that load one by one, where `starved_deadline_s` is 120 s, and first loads fail."""
+    clients = [Loading(load_s, failing) for _ in range(replicas)]
+    async with routed(clients, policy, loading_share=1 / replicas, max_staleness=1) as (router, _):
+        async with asyncio.timeout(2 * load_s * replicas):
             await router.load_model_state_dict(published(1))
         return [number for number, client in enumerate(clients) if client.failure is not None]
 
 
-@pytest.mark.parametrize(("replicas", "failing"), [(20, 1), (130, 0)])
-def test_none_is_given_up_under_drain_while_it_waits_for_its_turn(replicas: int, failing: int) -> None:
+@pytest.mark.parametrize("policy", [DEFAULT_WEIGHT_POLICY, WeightPolicy("drain", "reset_prefix")])
+@pytest.mark.parametrize(("replicas", "load_s", "failing"), [(20, 10, 1), (130, 10, 0), (2, 150, 2)])
+def test_none_is_given_up_while_it_loads_or_waits_for_its_turn(
+    policy: WeightPolicy, replicas: int, load_s: float, failing: int
+) -> None:
     """Neither one whose first load failed nor one that is woken some turns of the loop after the others."""
-    assert run_in_virtual_time(given_up_while_they_wait_for_turns(replicas, failing)) == []
+    assert run_in_virtual_time(given_up_while_they_load(policy, replicas, load_s, failing)) == []
+
+
+async def paused_until_given_up(load_s: float) -> float:
+    """For how long, a replica whose loads fail, each after so long."""
+    loads = 0
+
+    async def load(_: ModelStateDictRef) -> int:
+        nonlocal loads
+        loads += 1
+        await asyncio.sleep(load_s)
+        raise TransportError("no room")
+
+    weights = WeightDistributor(starved_deadline_s=120)
+    weights.publish(published(1))
+    with pytest.raises(EngineFailed, match=r"is starved of weights.*version 1 was not installed: no room"):
+        await weights.follow(Replica("generator-0", version=0, starved=True), load)
+    return asyncio.get_running_loop().time() - loads * load_s
+
+
+@pytest.mark.parametrize("load_s", [0, 10])
+def test_one_whose_loads_fail_is_given_up_by_the_pauses_between_them(load_s: float) -> None:
+    assert run_in_virtual_time(paused_until_given_up(load_s)) == pytest.approx(120)
 
 
 @pytest.mark.parametrize("load_s", [in_any_order, newest_first])

@@ -48,13 +48,12 @@ class Router:
         self.on_change: Callable[[Replica], None] = lambda replica: None
         """Called when it may have changed whether this replica takes requests."""
         self._settings = settings
-        self._drains = weights.update == "drain"
         self._awaits_weights = awaits_weights
         self._starved_at = max(1, max_staleness)
         self.replicas = [Replica(name) for name in names]
         self._indexes = {name: index for index, name in enumerate(names)}
         self._noticed = {name: asyncio.Event() for name in names}
-        """Set when this replica is starved, or not any more, leaves, or is empty: only what watches over it wakes."""
+        """Set when this replica leaves, or is empty: only what watches over it wakes."""
         self._policy: RoutingPolicy = (
             Sticky(ratio=settings.escape_ratio, slack=settings.escape_slack)
             if settings.policy == "sticky"
@@ -64,6 +63,7 @@ class Router:
         self.weights = WeightDistributor(
             weights,
             loads_at_once=lambda replicas: max(1, int(settings.loading_share * replicas)),
+            starved_deadline_s=settings.starved_deadline_s,
             on_change=self._weights_changed,
         )
         self._failure: Exception | None = None
@@ -128,7 +128,7 @@ class Router:
         finally:
             routed.client = None
             replica.requests -= 1
-            if (replica.leaves_for or replica.starved) and not replica.requests:
+            if replica.leaves_for and not replica.requests:
                 self._update(replica)
         if completion.finish_reason is not FinishReason.ABORTED:
             return completion
@@ -176,7 +176,6 @@ class Router:
         following = asyncio.create_task(
             self.weights.follow(replica, client.load_model_state_dict), name=f"weights of {name}"
         )
-        starving = asyncio.create_task(self._starve(replica, client), name=f"watch over the version of {name}")
         leaving = asyncio.create_task(self._emptied(replica, client), name=f"release of {name}")
         self._update(replica)
         try:
@@ -195,9 +194,9 @@ class Router:
         finally:
             replica.client = None
             self._update(replica)
-            for task in (ended, following, starving, leaving):
+            for task in (ended, following, leaving):
                 task.cancel()
-            await asyncio.gather(ended, following, starving, leaving, return_exceptions=True)
+            await asyncio.gather(ended, following, leaving, return_exceptions=True)
 
     def release(self, name: str, reason: str) -> None:
         """Let a replica go: it takes no new requests, and those that it has go on elsewhere, with all their tokens.
@@ -273,38 +272,11 @@ class Router:
             return trails_by >= self._starved_at or replica.version < max(0, self.weights.installed_version)
         return trails_by >= (1 if replica.starved else self._starved_at)
 
-    def _is_due(self, replica: Replica) -> bool:
-        """Whether it is starved of weights that it could have.
-
-        Under `drain` they wait for requests to end: its own, and those of others whose turn it is to load.
-        """
-        if not replica.starved or self.weights.newest is None:
-            return False
-        return not (self._drains and (replica.requests or self.weights.waits_for_turn(replica)))
-
-    async def _starve(self, replica: Replica, client: ReplicaClient) -> None:
-        """Waits for a replica to be starved of weights for longer than it may be; fails it then."""
-        deadline_s = self._settings.starved_deadline_s
-        while True:
-            await self._until(lambda: self._is_due(replica), replica)
-            try:
-                async with asyncio.timeout(deadline_s):
-                    await self._until(lambda: not self._is_due(replica), replica)
-            except TimeoutError:
-                client.fail(
-                    EngineFailed(
-                        f"{replica.name} is starved of weights: for {deadline_s:g} s its version {replica.version} "
-                        "trailed the trainer's (generator.router.starved_deadline_s)"
-                    )
-                )
-                return
-
     # --- waiting -------------------------------------------------------------------------------------------------
 
-    async def _until(self, condition: Callable[[], bool], of: Replica | None = None) -> None:
-        """Wait for the condition, of one replica or of the router, or raise what ended the router."""
-        changed = self._changed if of is None else self._noticed[of.name]
-        await wait_until(changed, lambda: self._failure is not None or condition())
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        """Wait for the condition, or raise what ended the router."""
+        await wait_until(self._changed, lambda: self._failure is not None or condition())
         if self._failure is not None:
             raise EngineFailed(str(self._failure)) from self._failure
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import NoReturn, Protocol, TypeAlias
@@ -51,18 +52,22 @@ class WeightDistributor:
         policy: WeightPolicy = DEFAULT_WEIGHT_POLICY,
         *,
         loads_at_once: Callable[[int], int] = lambda replicas: 1,
+        starved_deadline_s: float = math.inf,
         on_change: Callable[[Replica | None], None] = lambda replica: None,
     ) -> None:
         """`loads_at_once` says how many of so many replicas may load at the same time, one at least.
 
-        `on_change` is called when a replica has to wait until it may load, may load, installed a version, or is gone,
-        and with None when one was published.
+        A starved replica is given up once it paused for `starved_deadline_s` between loads that failed. What a load
+        takes, and the wait for its turn, are no part of that.
+
+        `on_change` is called when a replica installed a version, or is gone, and with None when one was published.
         """
         self.newest: ModelStateDictRef | None = None
         self.installed_version = -1
         """The newest one of which was told that every replica holds it, or a newer one."""
         self.listener: WeightListener | None = None
         self._policy, self._on_change = policy, on_change
+        self._starved_deadline_s = starved_deadline_s
         self._loads_at_once, self._loading = loads_at_once, 0
         self._replicas = dict[Replica, None]()
         self._counted = dict[Replica, int]()
@@ -75,7 +80,7 @@ class WeightDistributor:
         """When versions were published that not every replica holds."""
         self._followers = dict[asyncio.Future[None], None]()
         """That wait for newer weights than they have."""
-        self._waiting = dict[asyncio.Future[None], Replica]()
+        self._waiting = dict[asyncio.Future[None], None]()
         """For their turn to load, in order."""
         self._clock = asyncio.get_running_loop().time
 
@@ -90,10 +95,6 @@ class WeightDistributor:
     def is_installed(self, version: int) -> bool:
         """Whether `lowest_version` is that, or newer."""
         return self.lowest_version >= version
-
-    def waits_for_turn(self, replica: Replica) -> bool:
-        """Whether it is to load once fewer others do."""
-        return replica in self._waiting.values()
 
     def _count(self, replica: Replica) -> None:
         """It may hold another version, be admitted, or be gone."""
@@ -120,38 +121,40 @@ class WeightDistributor:
     async def follow(self, replica: Replica, load: LoadModelStateDict) -> NoReturn:
         """Keep a replica at the newest version; cancel it when the replica is gone.
 
-        Raises `EngineFailed` once the replica is of no use, and the last error when the first weights of a replica that
-        holds none were tried `attempts` times: there is nothing that it could go on with.
+        Raises `EngineFailed` once the replica is of no use or was starved for too long, and the last error when the
+        first weights of a replica that holds none were tried `attempts` times: there is nothing that it could go on
+        with.
         """
         self._replicas[replica] = None
         self._count(replica)
         self._give_turns()  # more may load at once, of more
-        tried, attempt, life = -1, 0, self._life_of_newest
+        tried, attempt, life, starved_s = -1, 0, self._life_of_newest, 0.0
         try:
             while True:
                 await self._newer_than(replica.version, life)
-                async with self._turn_to_load(replica):
+                async with self._turn_to_load():
                     ref, life_of_ref = await self._newer_than(replica.version, life), self._life_of_newest
                     tried, attempt = ref.version, attempt + 1 if ref.version == tried else 1
                     error = await self._load(replica, load, ref)
                 if error is None:
-                    life = life_of_ref
+                    life, starved_s = life_of_ref, 0.0
                     self._update(replica)
-                else:
-                    self._report(replica, ref.version, attempt, error)
-                    await self._pause(ref.version, life_of_ref, attempt)
+                    continue
+                self._report(replica, ref.version, attempt, error)
+                if starved_s >= self._starved_deadline_s:
+                    raise self._starved(replica, ref.version, error)
+                left_s = self._starved_deadline_s - starved_s
+                starved_s += await self._pause(replica, ref.version, life_of_ref, attempt, left_s)
         finally:
             self._replicas.pop(replica, None)
             self._update(replica)
 
     @contextlib.asynccontextmanager
-    async def _turn_to_load(self, replica: Replica) -> AsyncIterator[None]:
+    async def _turn_to_load(self) -> AsyncIterator[None]:
         """Waits until fewer load than may at once, of as many as there are now."""
         turn = asyncio.get_running_loop().create_future()
-        self._waiting[turn] = replica
+        self._waiting[turn] = None
         self._give_turns()
-        if turn in self._waiting:
-            self._on_change(replica)
         try:
             await turn
             yield
@@ -165,12 +168,11 @@ class WeightDistributor:
     def _give_turns(self) -> None:
         """To those who wait longest: each wakes one, since all of them would ask as often as there are replicas."""
         while self._waiting and self._loading < self._loads_at_once(len(self._replicas)):
-            turn, replica = next(iter(self._waiting.items()))
+            turn = next(iter(self._waiting))
             del self._waiting[turn]
             self._loading += 1
             if not turn.done():
                 turn.set_result(None)
-            self._on_change(replica)
 
     async def _load(self, replica: Replica, load: LoadModelStateDict, ref: ModelStateDictRef) -> TailraceError | None:
         """One attempt; the error where it failed. Raises `EngineFailed`."""
@@ -199,12 +201,24 @@ class WeightDistributor:
             if replica.version < 0:
                 raise error
 
-    async def _pause(self, version: int, life: int, attempt: int) -> None:
-        """Before the next attempt, each twice as long as the last one. A newer version is tried at once."""
+    def _starved(self, replica: Replica, version: int, error: TailraceError) -> EngineFailed:
+        return EngineFailed(
+            f"{replica.name} is starved of weights: its version {replica.version} trails the trainer's, and for "
+            f"{self._starved_deadline_s:g} s (generator.router.starved_deadline_s) version {version} was not "
+            f"installed: {error}"
+        )
+
+    async def _pause(self, replica: Replica, version: int, life: int, attempt: int, left_s: float) -> float:
+        """Before the next attempt, each twice as long as the last one. A newer version is tried at once.
+
+        Of one that is starved at most `left_s`; for how long it was.
+        """
         pause_s = min(self._policy.backoff_s * 2 ** min(attempt - 1, 30), _LONGEST_PAUSE_S)
+        is_starved, began_s = replica.starved, self._clock()  # until a newer version is published, which ends the pause
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(pause_s):
+            async with asyncio.timeout(min(pause_s, left_s) if is_starved else pause_s):
                 await self._newer_than(version, life)
+        return self._clock() - began_s if is_starved else 0.0
 
     async def _newer_than(self, version: int, life: int) -> ModelStateDictRef:
         """Wait for newer weights than these, which one life of the trainer published; the newest there are."""
