@@ -225,6 +225,21 @@ async def test_a_replica_starved_of_weights_takes_no_new_requests_and_is_given_u
         assert told.endswith("version 2 was not installed: no room")
 
 
+async def test_replicas_of_a_run_that_begins_serve_version_0_until_the_first_weights_can_be_installed(model) -> None:
+    store = MemoryModelStateDictStore()
+    async with world("a", WeightPolicy(attempts=2, backoff_s=0.001), max_staleness=2) as here:
+        replica = await here.join("a", Replica(model, store))
+        replica.can_load = False
+        here.publish(store.publish(model.state_dict(), 1))
+        await until(lambda: len(replica.loads) > 4)
+        assert (await here.ask(sampling=SamplingParams(max_tokens=2))).policy_versions.tolist() == [0, 0]
+        here.publish(store.publish(model.state_dict(), 2))
+        await until(lambda: replica.loads[-1] == 2)
+        assert not here.router.replicas[0].serving
+        replica.can_load = True
+        assert (await here.ask(sampling=SamplingParams(max_tokens=2))).policy_versions.tolist() == [2, 2]
+
+
 async def test_weights_roll_over_the_replicas_a_share_at_a_time(model) -> None:
     store = MemoryModelStateDictStore()
     async with world("abcd", loading_share=0.5) as here:

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager, contextmanager
 import pytest
 import torch
 
-from tailrace.errors import EngineFailed, TransportError
+from tailrace.errors import EngineFailed, ModelError, TransportError
 from tailrace.generation.decisions import WeightPolicy
 from tailrace.generation.engine_thread.generator import Generator
 from tailrace.generation.engines.simulated import SimulatedEngine
@@ -172,14 +172,25 @@ async def test_weights_serve_once_the_replica_that_trailed_is_gone() -> None:
         await until(lambda: here.listener.installed == [1])
 
 
-async def test_a_replica_without_any_weights_cannot_go_on_when_its_first_ones_keep_failing() -> None:
+async def test_the_first_weights_of_a_replica_that_holds_none_are_tried_on_as_any_others() -> None:
     async with world() as here:
         loader = Loader()
-        loader.failing = [TransportError("gone")] * 3
+        loader.failing = [TransportError("no room")] * 5
+        replica = await here.join(loader.load, version=-1)
+        here.weights.publish(ref(5))
+        await until(lambda: replica.version == 5)
+        assert (loader.loads, here.listener.not_installed) == ([5] * 6, [5])
+
+
+async def test_a_replica_whose_first_weights_are_not_its_models_is_of_no_use() -> None:
+    async with world() as here:
+        loader = Loader()
+        loader.failing = [ModelError("another shape")] * 3
         await here.join(loader.load, version=-1)
         here.weights.publish(ref(5))
-        with pytest.raises(TransportError, match="gone"):
+        with pytest.raises(ModelError, match="another shape"):
             await asyncio.wait_for(here.tasks[0], 20)
+        assert (loader.loads, here.listener.not_installed) == ([5] * 3, [5])
 
 
 async def test_a_replica_that_is_lost_is_not_tried_again() -> None:

@@ -266,8 +266,9 @@ class Router:
         """It may trail as far as tokens may be stale; one that did must first reach the newest version again.
 
         One that joins may trail as far, too, but serves nothing older than what everybody was told that all serve.
+        One that was there before anything was published serves the model that it started with, which is version 0.
         """
-        trails_by = newest - replica.version
+        trails_by = newest - max(0, replica.version)
         if not replica.is_admitted:
             return trails_by >= self._starved_at or replica.version < max(0, self.weights.installed_version)
         return trails_by >= (1 if replica.starved else self._starved_at)

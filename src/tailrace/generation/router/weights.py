@@ -18,7 +18,7 @@ from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import NoReturn, Protocol, TypeAlias
 
-from tailrace.errors import EngineFailed, TailraceError
+from tailrace.errors import EngineFailed, ModelError, TailraceError
 from tailrace.generation.decisions import DEFAULT_WEIGHT_POLICY, WeightPolicy
 from tailrace.generation.router.replica import Replica
 from tailrace.records import ModelStateDictRef
@@ -121,9 +121,8 @@ class WeightDistributor:
     async def follow(self, replica: Replica, load: LoadModelStateDict) -> NoReturn:
         """Keep a replica at the newest version; cancel it when the replica is gone.
 
-        Raises `EngineFailed` once the replica is of no use or was starved for too long, and the last error when the
-        first weights of a replica that holds none were tried `attempts` times: there is nothing that it could go on
-        with.
+        Raises `EngineFailed` once the replica is of no use or was starved for too long, and `ModelError` when the first
+        weights that it is given are not its model's, `attempts` times: none of the trainer's will be.
         """
         self._replicas[replica] = None
         self._count(replica)
@@ -198,13 +197,13 @@ class WeightDistributor:
         if attempt == attempts:
             if self.listener is not None:
                 self.listener.weights_not_installed(version)
-            if replica.version < 0:
+            if replica.version < 0 and isinstance(error, ModelError):
                 raise error
 
     def _starved(self, replica: Replica, version: int, error: TailraceError) -> EngineFailed:
         return EngineFailed(
-            f"{replica.name} is starved of weights: its version {replica.version} trails the trainer's, and for "
-            f"{self._starved_deadline_s:g} s (generator.router.starved_deadline_s) version {version} was not "
+            f"{replica.name} is starved of weights: its version {max(0, replica.version)} trails the trainer's, and "
+            f"for {self._starved_deadline_s:g} s (generator.router.starved_deadline_s) version {version} was not "
             f"installed: {error}"
         )
 
