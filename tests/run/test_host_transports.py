@@ -64,6 +64,16 @@ async def test_weights_on_their_way_from_node_to_node_lie_in_the_memory_of_each(
     assert [*tmp_path.glob("tailrace-run-*")] == []
 
 
+async def test_weights_of_a_life_of_the_trainer_can_be_loaded_until_they_are_forgotten(tmp_path: Path) -> None:
+    transports = transports_on_nodes(tmp_path)
+    async with transports.trainer() as ends:
+        ref = ends.model_state_dicts.publish({"head": torch.ones(2)}, 1)
+    with transports.generator_ends("generator.0") as generator, generator.open(ref) as found:
+        assert found["head"].tolist() == [1, 1]
+    transports.forget_weights(before_life=1)
+    assert [*tmp_path.glob("model-state-dict-*")] == []
+
+
 async def test_weights_that_do_not_come_to_a_node_fail_its_generator(tmp_path: Path) -> None:
     async def never(host: str) -> NoReturn:
         await asyncio.Event().wait()

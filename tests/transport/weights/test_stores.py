@@ -45,7 +45,6 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ModelState
     yield store
     store.close()
     store.close()
-    assert not list(tmp_path.iterdir())
 
 
 def test_what_is_published_is_opened_bit_for_bit(store: ModelStateDictStore) -> None:
@@ -80,7 +79,8 @@ def test_what_a_reader_has_open_is_not_overwritten(store: ModelStateDictStore) -
         assert_equal(opened, weights(1))
 
 
-def test_a_reference_into_a_closed_store_is_refused(store: ModelStateDictStore) -> None:
+def test_a_reference_into_a_closed_store_of_one_process_is_refused() -> None:
+    store = MemoryModelStateDictStore()
     ref = store.publish(weights(1), 1)
     store.close()
     with pytest.raises(TransportError), store.open(ref):
@@ -104,6 +104,8 @@ def test_lives_of_a_publisher_keep_apart_and_earlier_ones_are_forgotten(tmp_path
     ref = lives[2].publish(weights(2), 2)
     with lives[0].open(ref):
         assert len([*tmp_path.iterdir()]) == 3
+    for life in lives:
+        life.close()
     remove_published(tmp_path, 10)
     assert [path.name for path in tmp_path.iterdir()] == [ref.uri]
 

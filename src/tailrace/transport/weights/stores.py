@@ -145,8 +145,8 @@ class SharedMemoryModelStateDictStore(ModelStateDictStore):
 
     A reader holds a shared lock on the file it has open, so only files without readers are overwritten, and the newest
     one never; the kernel frees the locks of a process that dies. So there are at most two files more than readers at a
-    time. One end publishes, and removes the files when it closes; the other ends open them. Tensors that are not what
-    was published, by their checksum, are not lent.
+    time. One end publishes, the other ends open; the files go with their folder, or by `remove_published`. Tensors that
+    are not what was published, by their checksum, are not lent.
     """
 
     def __init__(self, folder: Path, life: int = 0) -> None:
@@ -201,10 +201,9 @@ class SharedMemoryModelStateDictStore(ModelStateDictStore):
 
     @override
     def close(self) -> None:
-        """Weights that a reader has open stay readable to it."""
+        """What was published stays in the folder: readers need it until a next life of the publisher has caught up."""
         for slot in self._slots:
             slot.close()
-            slot.path.unlink(missing_ok=True)
         self._slots.clear()
 
     @contextmanager
