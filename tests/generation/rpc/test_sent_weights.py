@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
@@ -15,8 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tailrace.errors import CorruptData, TransportError
+from tailrace.errors import CorruptData, ModelError, TransportError
 from tailrace.generation.engine_thread.generator import Generator
+from tailrace.generation.engines.torch import TorchEngine
 from tailrace.generation.rpc.client import GeneratorClient
 from tailrace.generation.rpc.server import GeneratorServer, StandAlone
 from tailrace.generation.rpc.uploads import Upload, UploadedModelStateDicts
@@ -211,8 +212,14 @@ def test_a_whole_file_that_arrives_damaged_is_refused(tmp_path: Path) -> None:
     uploads.close()
 
 
+def built() -> TorchEngine:
+    return make_engine(make_model())
+
+
 @asynccontextmanager
-async def stand_alone(folder: Path) -> AsyncIterator[tuple[str, list[dict[str, Tensor]]]]:
+async def stand_alone(
+    folder: Path, build: Callable[[], TorchEngine] = built
+) -> AsyncIterator[tuple[str, list[dict[str, Tensor]]]]:
     """The address of a generator that no run started, and the weights that it opens."""
     folder.mkdir()
     uploads, opened = UploadedModelStateDicts(folder), list[dict[str, Tensor]]()
@@ -224,12 +231,11 @@ async def stand_alone(folder: Path) -> AsyncIterator[tuple[str, list[dict[str, T
             yield found
 
     sockets = create_socket_folder()
-    generator = Generator(lambda: make_engine(make_model()))
     server = GeneratorServer(
-        generator,
+        Generator(build),
         remember,
         ipc_address(sockets, "generator"),
-        stand_alone=StandAlone(lambda: Generator(lambda: make_engine(make_model())), uploads),
+        stand_alone=StandAlone(lambda: Generator(build), uploads),
     )
     serving = asyncio.create_task(server.serve())
     try:
@@ -280,6 +286,32 @@ async def resume(folder: Path, address: str, opened: list[dict[str, Tensor]]) ->
         require_equal(ModelStateDict(opened[-1], version), weights)
     assert (lender.figures.sends, lender.figures.whole_sends) == (2, 1)
     await client.leave()
+    lender.close()
+    store.close()
+
+
+async def test_a_generator_that_cannot_be_built_for_one_run_is_built_for_the_next(tmp_path: Path) -> None:
+    failures: list[Exception | None] = [None, ModelError("the folder is away"), None]
+
+    def build() -> TorchEngine:
+        if (failure := failures.pop(0)) is not None:
+            raise failure
+        return built()
+
+    (tmp_path / "trainer").mkdir()
+    store, lender = SharedMemoryModelStateDictStore(tmp_path / "trainer"), ModelStateDictLender(tmp_path / "trainer")
+    ref = store.publish({name: tensor.detach() for name, tensor in make_model(seed=1).named_parameters()}, 1)
+    async with stand_alone(tmp_path / "generator", build) as (address, _):
+        for run in ("first", "second", "third"):
+            client = GeneratorClient(address, lend=lender.lend)
+            if run == "second":
+                with pytest.raises(ModelError, match="the folder is away"):
+                    await client.hello(run)
+            else:
+                await client.hello(run)
+                assert await client.load_model_state_dict(ref) == 1
+            await client.leave()
+    assert failures == []
     lender.close()
     store.close()
 

@@ -272,29 +272,43 @@ class GeneratorServer:
         """Another run than the last one begins with the engine's first weights, and one that brings weights of its own
         with an empty cache. Raises while the last one is connected.
         """
-        epoch = call.epoch
         async with self._renewing:
-            if any(client.epoch != epoch for client in self._clients.values()):
+            if any(client.epoch != call.epoch for client in self._clients.values()):
                 raise SettingsError(
                     "generator.connect: the generator is in use by another run: stop that run, or start a generator "
                     "of your own with `tailrace serve`"
                 )
+            if not await self._suits(call, stand_alone):
+                await self._begin_anew(stand_alone)
+            self._epoch = call.epoch
+
+    async def _suits(self, call: messages.HelloCall, stand_alone: StandAlone) -> bool:
+        """Whether a run may begin with the engine as it is.
+
+        Not with one that could not be built for a run before: what was in the way may be gone by now.
+        """
+        try:
             await self._generator.ready()
-            known = self._generator.statistics()
-            is_used = known.loads_total > 0 or (call.brings_weights and known.sampled_tokens_total > 0)
-            if epoch != self._epoch and is_used:
-                if stand_alone.new_generator is None:
-                    raise SettingsError(
-                        "generator.connect: the generator served a run already, and ranks in lockstep cannot begin "
-                        "anew: start it again"
-                    )
-                await self._generator.close()
-                self._generator = stand_alone.new_generator()
-                assert self._group is not None
-                assert self._watching is not None
-                self._watching.cancel()
-                self._watching = self._group.create_task(self._watch(self._generator))
-            self._epoch = epoch
+        except Exception:
+            if stand_alone.new_generator is None:
+                raise
+            return False
+        known = self._generator.statistics()
+        is_used = known.loads_total > 0 or (call.brings_weights and known.sampled_tokens_total > 0)
+        return call.epoch == self._epoch or not is_used
+
+    async def _begin_anew(self, stand_alone: StandAlone) -> None:
+        if stand_alone.new_generator is None:
+            raise SettingsError(
+                "generator.connect: the generator served a run already, and ranks in lockstep cannot begin anew: start "
+                "it again"
+            )
+        await self._generator.close()
+        self._generator = stand_alone.new_generator()
+        assert self._group is not None
+        assert self._watching is not None
+        self._watching.cancel()
+        self._watching = self._group.create_task(self._watch(self._generator))
 
     async def _generate(self, client: bytes, call: GenerateCall) -> tuple[messages.CompletionReply, list[memoryview]]:
         def stream(chunk: Completion) -> None:
