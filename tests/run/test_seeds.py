@@ -72,7 +72,8 @@ async def two_services() -> AsyncIterator[list[GeneratorServer]]:
 
 async def first_tokens(services: Sequence[GeneratorServer], seed: str) -> list[tuple[int, ...]]:
     """That a run with this seed is answered first: by each of them, and by the first once it is connected again."""
-    settings = tiny_settings("--seed", seed, "--generator.connect", ",".join(one.address for one in services))
+    connect = ("--generator.connect", ",".join(one.address for one in services))
+    settings = tiny_settings("--seed", seed, *connect, "--model.max_model_tokens", "256")  # as the model has
     sources = [
         ConnectedGenerator(name, one.address, settings, epoch="run", lend=None)
         for name, one in zip(settings.generator.replica_names, services, strict=True)

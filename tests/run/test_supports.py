@@ -58,7 +58,16 @@ class Narrow(SimulatedEngine):
         return msgspec.structs.replace(super().limits, highest_temperature=2.0)
 
 
-async def refusal(engine: type[SimulatedEngine], *overrides: str, needs_supports: bool = False) -> str:
+class Recording(SimulatedEngine):
+    """Which says that it returns experts."""
+
+    @property
+    @override
+    def limits(self) -> EngineLimits:
+        return msgspec.structs.replace(super().limits, returns_experts=True)
+
+
+async def refusal(engine: type[SimulatedEngine], *overrides: str, for_training: bool = True) -> str:
     """Why a run does not use a generator that runs already; empty where it does."""
     settings = tiny_settings(*overrides)
     generator = Generator(lambda: engine(vocab_size=1024))
@@ -66,7 +75,7 @@ async def refusal(engine: type[SimulatedEngine], *overrides: str, needs_supports
     server = GeneratorServer(generator, MemoryModelStateDictStore().open, "tcp://127.0.0.1:*", model=model)
     serving = asyncio.create_task(server.serve())
     source = ConnectedGenerator(
-        *("generator", server.address, settings), epoch="run", lend=None, needs_supports=needs_supports
+        *("generator", server.address, settings), epoch="run", lend=None, for_training=for_training
     )
     client = await source.open(lambda statistics, received: None)
     try:
@@ -80,10 +89,30 @@ async def refusal(engine: type[SimulatedEngine], *overrides: str, needs_supports
 
 
 async def test_a_generator_that_cannot_tell_is_refused_before_the_first_rollout() -> None:
+    nucleus = ("--rollouts.top_p", "0.9")
     assert await refusal(SimulatedEngine) == ""
-    found = await refusal(SimulatedEngine, needs_supports=True)
+    assert await refusal(SimulatedEngine, *nucleus, for_training=False) == ""
+    found = await refusal(SimulatedEngine, *nucleus)
     assert "rollouts.top_p and rollouts.top_k" in found
     assert "does not return which tokens they kept" in found
+
+
+async def test_a_generator_whose_slots_hold_less_than_a_request_may_have_is_refused() -> None:
+    short, long = (
+        ("--generator.max_cache_tokens", count, "--scheduling.row_tokens", count) for count in ("4096", "16384")
+    )
+    assert await refusal(SimulatedEngine, *short) == ""
+    found = await refusal(SimulatedEngine, *long)
+    assert "holds 4096 tokens, and requests of this run have up to 16384: start it with `tailrace serve" in found
+    assert "--generator.max_cache_tokens 16384" in found
+
+
+async def test_a_generator_that_returns_no_experts_is_refused_where_they_are_trained_with() -> None:
+    experts = ("--generator.return_routed_experts", "true")
+    assert await refusal(Recording, *experts) == await refusal(SimulatedEngine, *experts, for_training=False) == ""
+    found = await refusal(SimulatedEngine, *experts)
+    assert found.startswith("generator.return_routed_experts: the generator at tcp://127.0.0.1:")
+    assert found.endswith("--generator.return_routed_experts true`")
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 
 from typing_extensions import override
 
 from tailrace.config import RunSettings
 from tailrace.errors import ClusterFull, NotAnswering, ReplicaReleased, SettingsError
-from tailrace.generation.engines.protocol import NO_SUPPORTS
+from tailrace.generation.engines.protocol import NO_SUPPORTS, EngineLimits
 from tailrace.generation.rpc.client import BringWeights, GeneratorClient, LeaveListener, LendWeights, ReportListener
 from tailrace.generation.rpc.messages import WelcomeReply
 from tailrace.generation.settings import GeneratorSettings
@@ -131,12 +132,12 @@ class ConnectedGenerator(ReplicaSource):
         *,
         epoch: str,
         lend: LendWeights | None,
-        needs_supports: bool = False,
+        for_training: bool = False,
         payloads: PayloadAccounts | None = None,
     ) -> None:
         """It has to serve the architecture of the run's model; its weights, too, where no `lend` sends it others.
 
-        With `needs_supports` it has to return what top-p and top-k left of the vocabulary.
+        What it cannot hold or take is refused, and, `for_training`, what it does not return.
         """
         chosen = settings.generator
         self.name, self._address, self._epoch, self._settings = name, address, epoch, settings
@@ -145,7 +146,7 @@ class ConnectedGenerator(ReplicaSource):
         self._wait_s = chosen.connect_wait_s
         self._lend, self._model, self._payloads = lend, settings.model.name, payloads
         self._bring: BringWeights | None = None
-        self._needs_supports = needs_supports
+        self._for_training = for_training
         self._compares_weights = lend is None
 
     @override
@@ -187,19 +188,37 @@ class ConnectedGenerator(ReplicaSource):
         what = await asyncio.to_thread(contradiction, own, welcome.model, with_weights=self._compares_weights)
         if what:
             raise self._refusal(welcome.model, what)
-        if self._needs_supports and not welcome.limits.returns_supports:
-            raise SettingsError(
+        for lack in self._lacks(welcome.limits):
+            raise SettingsError(lack)
+        return welcome
+
+    def _lacks(self, limits: EngineLimits) -> Iterator[str]:
+        """What the run asks for, and the engine does not give."""
+        chosen = self._settings
+        if limits.max_model_tokens < chosen.max_model_tokens:
+            yield (
+                f"generator.max_cache_tokens: a slot of the generator at {self._address} holds "
+                f"{limits.max_model_tokens} tokens, and requests of this run have up to {chosen.max_model_tokens}: "
+                f"start it with `tailrace serve {self._model} --generator.max_cache_tokens {chosen.max_model_tokens}`, "
+                "or lower model.max_model_tokens"
+            )
+        if self._for_training and chosen.rollouts.restricts and not limits.returns_supports:
+            yield (
                 f"rollouts.top_p and rollouts.top_k: the generator at {self._address} cannot be used for training with "
                 f"them: {NO_SUPPORTS}; leave them out, or serve with the torch engine or, on GPUs, with "
                 "generator.vllm.return_sampling_mask = true"
             )
-        highest = welcome.limits.highest_temperature
-        for key, temperature in self._settings.temperatures_outside(0.0, highest):
-            raise SettingsError(
+        if self._for_training and chosen.generator.return_routed_experts and not limits.returns_experts:
+            yield (
+                f"generator.return_routed_experts: the generator at {self._address} does not return the experts that "
+                f"it chose: start it with `tailrace serve {self._model} --generator.return_routed_experts true`"
+            )
+        highest = limits.highest_temperature
+        for key, temperature in chosen.temperatures_outside(0.0, highest):
+            yield (
                 f"{key} asks for a temperature of {temperature:g}, and the generator at {self._address} samples at "
                 f"{highest:g} at most: write less, or serve with another engine"
             )
-        return welcome
 
     def _refusal(self, served: ModelIdentity, what: str) -> SettingsError:
         return SettingsError(
@@ -249,7 +268,7 @@ class JoinedGenerator(ConnectedGenerator):
             settings,
             epoch=epoch,
             lend=lend,
-            needs_supports=settings.rollouts.restricts,
+            for_training=True,
             payloads=payloads,
         )
         self.slots, self._bring = slots, bring

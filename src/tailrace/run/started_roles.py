@@ -229,7 +229,7 @@ class RoleStarter:
             settings=self.settings,
             epoch=launcher.epoch,
             lend=transports.lender.lend if with_trainer else None,
-            needs_supports=with_trainer and self.settings.rollouts.restricts,
+            for_training=with_trainer,
             payloads=payloads,
         )
         connected = map(connect, chosen.replica_names, chosen.connect)

@@ -50,6 +50,7 @@ def assert_routed_from(driver: Driver, name: str, model: PreTrainedModel, token_
 def test_greedy_tokens_logprobs_and_routing_are_those_of_transformers(family: str) -> None:
     model = expert_model(family)
     driver = make_driver(model, slots=3, prefill_chunk_tokens=7, chunk_tokens=5)
+    assert driver.engine.limits.returns_experts
     asked = {f"r{index}": prompt for index, prompt in enumerate(prompts(7))}
     done = driver.run(*(request(name, prompt, temperature=0, max_tokens=12) for name, prompt in asked.items()))
     for (name, prompt), completion in zip(asked.items(), done, strict=True):

@@ -125,6 +125,8 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Prompt and completion together."""
     returns_supports: bool = False
     """Whether it can tell what top-p and top-k left of the vocabulary."""
+    returns_experts: bool = False
+    """Whether its completions name the experts that its routers chose."""
     scores_prompts: bool = False
     """Whether it takes requests with `score_top_k`."""
     guides: bool = False

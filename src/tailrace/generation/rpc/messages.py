@@ -24,7 +24,7 @@ from tailrace.records import Completion, GenerationRequest, ModelStateDictRef, P
 from tailrace.transport.channels import decode_array
 from tailrace.transport.payloads.slabs import checked_bytes
 
-PROTOCOL = 12
+PROTOCOL = 13
 """Version of what both sides say; a hello of another one is refused."""
 
 TO_ALL = -1

@@ -112,6 +112,7 @@ class TorchEngine(Engine):
             vocab_size=self._model.vocab_size,
             max_model_tokens=capacity,
             returns_supports=True,
+            returns_experts=return_routed_experts,
             scores_prompts=not return_routed_experts,  # routers are tapped for what runs in slots
         )
         self._table = SlotTable(slots=slots, capacity=capacity, chunk_tokens=chunk_tokens)

@@ -94,6 +94,7 @@ class VllmEngine(Engine):
             vocab_size=config.model_config.get_vocab_size(),
             max_model_tokens=config.model_config.max_model_len,
             returns_supports=config.model_config.return_sampling_mask,
+            returns_experts=return_routed_experts,
             scores_prompts=True,
             guides=True,
             highest_temperature=HIGHEST_TEMPERATURE,
