@@ -142,6 +142,36 @@ def test_one_whose_process_cannot_be_killed_is_given_up_and_the_run_goes_on(capl
     assert (fleet.generators.joins, fleet.generators.losses) == (2, 1)
 
 
+def play_without_restarts(script: Callable[[ElasticFleet], Awaitable[None]], least: int, most: int) -> None:
+    """The generators of a run that has not begun, each of which is given up as it is lost."""
+
+    async def main() -> None:
+        plan = plan_of(least, steps=1)
+        settings = elastic_settings(least, most, "--generator.restart", "never")
+        fleet = Simulation(plan, make_fleet=elastic(settings, plan), watch=False).fleet
+        assert isinstance(fleet, ElasticFleet)
+        try:
+            async with asyncio.timeout(600):
+                await script(fleet)
+        finally:
+            await fleet.generators.close()
+
+    run_in_virtual_time(main())
+
+
+def test_a_run_begins_with_those_that_are_left_where_one_is_given_up_before() -> None:
+    async def script(fleet: ElasticFleet) -> None:
+        fleet.stuck.add("generator-1")
+        begun = asyncio.ensure_future(fleet.generators.serving())
+        await asyncio.sleep(40)
+        assert (fleet.serving, begun.done()) == (["generator-0"], False)
+        fleet.lose("generator-1")
+        await begun
+        assert (fleet.serving, fleet.generators.begins_with) == (["generator-0"], 1)
+
+    play_without_restarts(script, least=2, most=3)
+
+
 def test_ten_join_and_leave_in_a_run_and_its_slots_follow() -> None:
     slots: list[int] = []
 

@@ -115,7 +115,7 @@ class ModelledSource(ReplicaSource):
     @override
     async def hello(self, client: ReplicaConnection, seed: int) -> WelcomeReply:
         failed = asyncio.ensure_future(client.failed())
-        await asyncio.wait({failed}, timeout=self._start_s)
+        await asyncio.wait({failed}, timeout=None if self.name in self._fleet.stuck else self._start_s)
         if client.failure is not None:
             raise client.failure
         failed.cancel()
@@ -155,6 +155,8 @@ class ElasticFleet(ModelledFleet):
         """Names of those that had one, in order."""
         self.held = set[str]()
         """Names of those whose processes cannot be killed."""
+        self.stuck = set[str]()
+        """Names of those whose engines are never built."""
         self.end_s = 0.0
         """How long it takes until nothing is left of one."""
         self.lives: dict[str, Life] = {}

@@ -184,8 +184,8 @@ class Generators:
 
     @property
     def begins_with(self) -> int:
-        """How many have to serve before the run begins."""
-        return self.pool.least if self._settings.replicas.may_join else 1
+        """How many have to serve before the run begins: of those that were given up none will."""
+        return min(self.pool.least, self.pool.remaining) if self._settings.replicas.may_join else 1
 
     async def watch(self) -> NoReturn:
         """Wait for what fails the run, and raise it."""
