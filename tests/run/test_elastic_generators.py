@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tailrace.errors import EngineFailed
 from tailrace.run.replica_pool import Standing
 from tailrace.simulation.replica import CHUNK_TOKENS
 from tailrace.simulation.run import Simulation
@@ -170,6 +171,21 @@ def test_a_run_begins_with_those_that_are_left_where_one_is_given_up_before() ->
         assert (fleet.serving, fleet.generators.begins_with) == (["generator-0"], 1)
 
     play_without_restarts(script, least=2, most=3)
+
+
+def test_a_run_whose_own_are_given_up_fails_once_nobody_comes_for_the_last_place_that_is_kept() -> None:
+    async def script(fleet: ElasticFleet) -> None:
+        await fleet.generators.serving()
+        place, watching = fleet.generators.take_in(), asyncio.ensure_future(fleet.generators.watch())
+        assert place is not None
+        fleet.lose("generator-0")
+        await asyncio.sleep(40)
+        assert not watching.done()
+        fleet.generators.refuse(place)
+        with pytest.raises(EngineFailed, match="generator-0 died"):
+            await watching
+
+    play_without_restarts(script, least=1, most=2)
 
 
 def test_ten_join_and_leave_in_a_run_and_its_slots_follow() -> None:

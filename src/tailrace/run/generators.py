@@ -128,6 +128,8 @@ class Generators:
         self._follow_slots: Callable[[int], None] = lambda slots: None
         self._have_served = False
         """One at least: the settings and the model are sound, and what never served was hit by something else."""
+        self._given_up_for: Exception | None = None
+        """Why one of the run's own was given up, the last time."""
         self._leaving: dict[str, str] = {}
         """Why those leave that were asked to."""
         self._clients: dict[ReplicaSource, ReplicaConnection] = {}
@@ -198,9 +200,12 @@ class Generators:
         return self.pool.take_in()
 
     def refuse(self, place: Place) -> None:
-        """Whoever had this place does not come."""
+        """Whoever had this place does not come: where the run's own were given up meanwhile, nobody does."""
         self.pool.ended(place.name)
         self._changed.set()
+        if not self.pool.remaining:
+            assert self._given_up_for is not None
+            self._fail(self._given_up_for)
 
     def host(self, source: ReplicaSource) -> None:
         """Use a generator that has a place by its name, for one life."""
@@ -284,6 +289,7 @@ class Generators:
             self._fail(error)
             return
         self.pool.gives_up(name)
+        self._given_up_for = reason
         self._changed.set()
         if self._have_served and (left := self.pool.remaining):
             _logger.error("%s is given up, %d of the run's generators are left: %s", name, left, reason)
