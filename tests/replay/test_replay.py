@@ -77,10 +77,11 @@ async def test_a_module_beside_the_file_that_the_captured_run_began_with_scores_
     settings = load_settings(str(file), overrides)
     with placed(str(file), overrides), logging_as_it_was():
         await train(settings, tmp_path / "runs", recipe=read_settings_file(str(file)))
-    del sys.modules["replayed_beside"]
-    replaying = ["replay", str(tmp_path / "runs" / "mine"), "--phase", "score", "--repeat", "1"]
-    assert await asyncio.to_thread(main, replaying) == 0
-    assert "score" in capsys.readouterr().out
+    run = tmp_path / "runs" / "mine"
+    for folder in (run, run / "capture"):
+        del sys.modules["replayed_beside"]
+        assert await asyncio.to_thread(main, ["replay", str(folder), "--phase", "score", "--repeat", "1"]) == 0
+        assert "score" in capsys.readouterr().out
 
 
 async def test_made_up_groups_are_as_large_as_asked() -> None:

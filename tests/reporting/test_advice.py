@@ -83,9 +83,12 @@ def test_alarms_come_before_hints_with_figures_and_reasons() -> None:
     assert "phase 'score'" in advice(lines(SICK["lag"]))[0].seen
 
 
-def test_groups_of_equal_rewards_that_are_trained_on_raise_no_alarm() -> None:
-    taught = {"group/zero_spread_share": 1.0, "rollout/filtered/zero_spread": 0.0, "reward/mean": 0.0}
-    assert advice(lines(taught, for_steps=HISTORY)) == []
+def test_groups_of_equal_rewards_that_are_trained_on_raise_no_alarm_where_something_else_teaches() -> None:
+    equal = {"group/zero_spread_share": 1.0, "rollout/filtered/zero_spread": 0.0, "reward/mean": 0.0}
+    assert advice(lines(equal | {"training/distillation": 0.1}, for_steps=HISTORY)) == []
+    (found,) = advice(lines(equal, for_steps=HISTORY))
+    assert found.severity == "hint"
+    assert found.seen == "100 % of groups have equal rewards, at a mean reward of 0.000: they teach nothing"
 
 
 @pytest.mark.parametrize(

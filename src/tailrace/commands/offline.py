@@ -94,7 +94,7 @@ class Replay:
     def __call__(self, overrides: list[str]) -> int:
         """Run the command."""
         from tailrace.config import CONFIG_FILE, module_folders
-        from tailrace.replay.command import captured, made_up, replay
+        from tailrace.replay.command import captured, made_up, replay, run_of
         from tailrace.replay.measuring import HEADINGS, as_json, rows
 
         refuse(overrides)
@@ -103,7 +103,7 @@ class Replay:
         if self.repeat < 1 or self.traffic < 0:
             raise SettingsError(f"--repeat is {self.repeat} and --traffic {self.traffic}; at least 1 and 0")
         plan = captured(self.capture) if self.capture else made_up(self.synthetic or "", self.routed_experts)
-        with modules_in(*(module_folders(self.capture / CONFIG_FILE) if self.capture else ())):
+        with modules_in(*(module_folders(run_of(self.capture) / CONFIG_FILE) if self.capture else ())):
             costs = run_to_end(replay(plan, only=self.phase, traffic=self.traffic, repeat=self.repeat))
         table = Table(box=None, pad_edge=False)
         for heading in HEADINGS:

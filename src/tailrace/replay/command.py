@@ -114,6 +114,11 @@ def captured(folder: Path) -> ReplayPlan:
         return ReplayPlan(groups, RunSettings.model_validate_json(settings.read_bytes()))
 
 
+def run_of(capture: Path) -> Path:
+    """The folder of the run that is named, or whose capture is."""
+    return capture.parent if (capture / SETTINGS_FILE).is_file() else capture
+
+
 def made_up(shape: str, routed_experts: str = "0B") -> ReplayPlan:
     """Groups of `ROLLOUTSxTURNS`, of 2,032 tokens a turn. Raises `SettingsError`."""
     rollouts, _, turns = shape.lower().partition("x")

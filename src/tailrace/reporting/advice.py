@@ -82,17 +82,27 @@ def _spent(lines: Sequence[Line], *names: str) -> tuple[float, float] | None:
     return sum(sum(_values(recent[1:], name)) for name in names), walls[-1] - walls[0]
 
 
+_MOST = 0.7
+_TEACHES = ("training/distillation", "training/cross_entropy")
+"""Besides rewards."""
+
+
 def no_spread(lines: Sequence[Line]) -> Advice | None:
-    """Most groups are left out for rewards that are all equal. With a teacher or demonstrations such groups teach."""
-    left_out = _typical([_left_out(line) for line in lines[-WINDOW:]], "share")
-    reward = _typical(lines, "reward/mean")
-    if left_out is None or reward is None or left_out < 0.7:
+    """Most groups have rewards that are all equal, and are left out, or are trained on where nothing else may teach."""
+    left_out = _typical([_left_out(line) for line in lines[-WINDOW:]], "share") or 0.0
+    equal, reward = _typical(lines, "group/zero_spread_share") or 0.0, _typical(lines, "reward/mean")
+    is_taught = any(_values(lines[-WINDOW:], name) for name in _TEACHES)
+    if reward is None or max(left_out, 0.0 if is_taught else equal) < _MOST:
         return None
+    seen = (
+        f"{share(left_out)} of rollouts were left out, in groups of equal rewards"
+        if left_out >= _MOST
+        else f"{share(equal)} of groups have equal rewards"
+    )
     return Advice(
         rule="no_spread",
-        severity="alarm",
-        seen=f"{share(left_out)} of rollouts were left out, in groups of equal rewards, at a mean reward of "
-        f"{reward:.3f}: they teach nothing",
+        severity="alarm" if left_out >= _MOST else "hint",  # they may have advantages of their own
+        seen=f"{seen}, at a mean reward of {reward:.3f}: they teach nothing",
         change=_without_spread(lines, reward),
         metrics=("rollout/filtered/zero_spread", "group/zero_spread_share", "reward/mean"),
     )
