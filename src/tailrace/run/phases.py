@@ -12,6 +12,7 @@ from tailrace.run.folder import RunPaths
 from tailrace.tracing.lag import LoopLagMonitor
 from tailrace.tracing.phases import OTHER, PhaseRecorder
 from tailrace.tracing.traces import TraceWriter, join_trace, remove_parts
+from tailrace.tracing.wall_clock import monotonic_to_unix_ns
 
 ORCHESTRATOR = "orchestrator"
 
@@ -42,6 +43,7 @@ async def observed_process(
 @asynccontextmanager
 async def traced_run(paths: RunPaths, settings: ObservabilitySettings) -> AsyncIterator[None]:
     """Join the parts that the run's processes wrote into `trace.json`, once all have ended."""
+    monotonic_to_unix_ns.cache_clear()  # the machine may have slept since the last run of this process
     try:
         if settings.trace_mb:
             await asyncio.to_thread(remove_parts, paths.trace_parts)
