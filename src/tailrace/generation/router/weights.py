@@ -57,8 +57,8 @@ class WeightDistributor:
     ) -> None:
         """`loads_at_once` says how many of so many replicas may load at the same time, one at least.
 
-        A starved replica is given up once it paused for `starved_deadline_s` between loads that failed. What a load
-        takes, and the wait for its turn, are no part of that.
+        A starved replica is given up once loads that failed, and the pauses after them, came to `starved_deadline_s`
+        since one succeeded. What a load takes that succeeds, and the wait for its turn, are no part of that.
 
         `on_change` is called when a replica installed a version, or is gone, and with None when one was published.
         """
@@ -134,16 +134,18 @@ class WeightDistributor:
                 async with self._turn_to_load():
                     ref, life_of_ref = await self._newer_than(replica.version, life), self._life_of_newest
                     tried, attempt = ref.version, attempt + 1 if ref.version == tried else 1
+                    is_starved, began_s = replica.starved, self._clock()
                     error = await self._load(replica, load, ref)
                 if error is None:
                     life, starved_s = life_of_ref, 0.0
                     self._update(replica)
                     continue
                 self._report(replica, ref.version, attempt, error)
-                if starved_s >= self._starved_deadline_s:
+                left_s = began_s + self._starved_deadline_s - starved_s - self._clock() if is_starved else math.inf
+                if left_s <= 0:
                     raise self._starved(replica, ref.version, error)
-                left_s = self._starved_deadline_s - starved_s
-                starved_s += await self._pause(replica, ref.version, life_of_ref, attempt, left_s)
+                await self._pause(ref.version, life_of_ref, attempt, left_s)
+                starved_s += self._clock() - began_s if is_starved else 0.0
         finally:
             self._replicas.pop(replica, None)
             self._update(replica)
@@ -207,17 +209,14 @@ class WeightDistributor:
             f"installed: {error}"
         )
 
-    async def _pause(self, replica: Replica, version: int, life: int, attempt: int, left_s: float) -> float:
-        """Before the next attempt, each twice as long as the last one. A newer version is tried at once.
-
-        Of one that is starved at most `left_s`; for how long it was.
+    async def _pause(self, version: int, life: int, attempt: int, left_s: float) -> None:
+        """Before the next attempt, each twice as long as the last one, `left_s` at most. A newer version is tried at
+        once: until one is published, no replica is starved that was not before.
         """
         pause_s = min(self._policy.backoff_s * 2 ** min(attempt - 1, 30), _LONGEST_PAUSE_S)
-        is_starved, began_s = replica.starved, self._clock()  # until a newer version is published, which ends the pause
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(min(pause_s, left_s) if is_starved else pause_s):
+            async with asyncio.timeout(min(pause_s, left_s)):
                 await self._newer_than(version, life)
-        return self._clock() - began_s if is_starved else 0.0
 
     async def _newer_than(self, version: int, life: int) -> ModelStateDictRef:
         """Wait for newer weights than these, which one life of the trainer published; the newest there are."""
