@@ -167,6 +167,23 @@ def test_one_is_given_up_by_what_its_failed_loads_and_the_pauses_after_them_take
     assert 120 <= run_in_virtual_time(given_up_after_s(load_s, step_s)) <= 120 + load_s
 
 
+async def given_up_without_weights(first_version: int) -> float:
+    """When one is that was there before the trainer published this version, by far not too new for it."""
+    clients = [Loading(1.0, failing=10_000)]
+    async with routed(clients, max_staleness=8) as (router, _):
+        router.weights.publish(published(first_version))
+        began_s = asyncio.get_running_loop().time()
+        error = await asyncio.wait_for(clients[0].failed(), 1000)
+        assert "its version 0 trails the trainer's" in str(error)
+        return asyncio.get_running_loop().time() - began_s
+
+
+@pytest.mark.parametrize("first_version", [1, 7])
+def test_one_that_can_load_no_weights_at_all_is_given_up_as_if_it_were_starved(first_version: int) -> None:
+    """A run that is resumed begins once its weights serve."""
+    assert run_in_virtual_time(given_up_without_weights(first_version)) == pytest.approx(120)
+
+
 @pytest.mark.parametrize("load_s", [in_any_order, newest_first])
 @pytest.mark.skipif(sys.gettrace() is not None, reason="counts calls, which a debugger makes more of")
 def test_new_weights_and_reports_cost_as_much_for_each_of_many_as_of_few(

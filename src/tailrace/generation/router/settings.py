@@ -39,8 +39,9 @@ class RouterSettings(BaseModel):
     starved_deadline_s: float = Field(
         default=120.0,
         gt=0,
-        description="Seconds of loads of weights that failed, and of pauses after them, by which a replica that trails "
-        "the trainer by scheduling.max_staleness is restarted; also what weights may take through Ray's object store",
+        description="Seconds of loads of weights that failed, and of pauses after them, by which a replica is "
+        "restarted that has none of the trainer's, or trails it by scheduling.max_staleness; also what weights may "
+        "take through Ray's object store",
     )
     start_deadline_s: float = Field(
         default=600.0, gt=0, description="Seconds from a replica's start (or the attempt to connect) until it serves"

@@ -57,8 +57,9 @@ class WeightDistributor:
     ) -> None:
         """`loads_at_once` says how many of so many replicas may load at the same time, one at least.
 
-        A starved replica is given up once loads that failed, and the pauses after them, came to `starved_deadline_s`
-        since one succeeded. What a load takes that succeeds, and the wait for its turn, are no part of that.
+        A replica that is starved, or was given none of the trainer's weights yet, is given up once loads that failed,
+        and the pauses after them, came to `starved_deadline_s` since one succeeded. What a load takes that succeeds,
+        and the wait for its turn, are no part of that.
 
         `on_change` is called when a replica installed a version, or is gone, and with None when one was published.
         """
@@ -121,8 +122,8 @@ class WeightDistributor:
     async def follow(self, replica: Replica, load: LoadModelStateDict) -> NoReturn:
         """Keep a replica at the newest version; cancel it when the replica is gone.
 
-        Raises `EngineFailed` once the replica is of no use or was starved for too long, and `ModelError` when the first
-        weights that it is given are not its model's, `attempts` times: none of the trainer's will be.
+        Raises `EngineFailed` once the replica is of no use or went without weights for too long, and `ModelError` when
+        the first weights that it is given are not its model's, `attempts` times: none of the trainer's will be.
         """
         self._replicas[replica] = None
         self._count(replica)
@@ -134,18 +135,18 @@ class WeightDistributor:
                 async with self._turn_to_load():
                     ref, life_of_ref = await self._newer_than(replica.version, life), self._life_of_newest
                     tried, attempt = ref.version, attempt + 1 if ref.version == tried else 1
-                    is_starved, began_s = replica.starved, self._clock()
+                    lacks_weights, began_s = replica.starved or replica.version < 0, self._clock()
                     error = await self._load(replica, load, ref)
                 if error is None:
                     life, starved_s = life_of_ref, 0.0
                     self._update(replica)
                     continue
                 self._report(replica, ref.version, attempt, error)
-                left_s = began_s + self._starved_deadline_s - starved_s - self._clock() if is_starved else math.inf
-                if left_s <= 0:
+                deadline_s = began_s + self._starved_deadline_s - starved_s if lacks_weights else math.inf
+                if self._clock() >= deadline_s:
                     raise self._starved(replica, ref.version, error)
-                await self._pause(ref.version, life_of_ref, attempt, left_s)
-                starved_s += self._clock() - began_s if is_starved else 0.0
+                await self._pause(ref.version, life_of_ref, attempt, deadline_s)
+                starved_s += self._clock() - began_s if lacks_weights else 0.0
         finally:
             self._replicas.pop(replica, None)
             self._update(replica)
@@ -209,13 +210,14 @@ class WeightDistributor:
             f"installed: {error}"
         )
 
-    async def _pause(self, version: int, life: int, attempt: int, left_s: float) -> None:
-        """Before the next attempt, each twice as long as the last one, `left_s` at most. A newer version is tried at
-        once: until one is published, no replica is starved that was not before.
+    async def _pause(self, version: int, life: int, attempt: int, deadline_s: float) -> None:
+        """Before the next attempt, each twice as long as the last one, until `deadline_s` at most.
+
+        A newer version is tried at once, so that no replica becomes starved meanwhile.
         """
         pause_s = min(self._policy.backoff_s * 2 ** min(attempt - 1, 30), _LONGEST_PAUSE_S)
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(min(pause_s, left_s)):
+            async with asyncio.timeout_at(min(self._clock() + pause_s, deadline_s)):
                 await self._newer_than(version, life)
 
     async def _newer_than(self, version: int, life: int) -> ModelStateDictRef:
