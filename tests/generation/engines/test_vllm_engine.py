@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import importlib.util
 import os
 import queue
@@ -32,6 +33,7 @@ from tailrace.generation.engines.vllm.core import build_core
 from tailrace.generation.engines.vllm.engine import VllmEngine
 from tailrace.generation.engines.vllm.options import known_options, require_vllm
 from tailrace.generation.engines.vllm.packing import PackedModelStateDict
+from tailrace.generation.engines.vllm.weights import WeightInstaller
 from tailrace.generation.settings import GeneratorSettings, ModelSettings
 from tests.generation.engine_kinds import contract_model, require_vllm_installed, start_vllm, vllm_kind
 from tests.generation.engine_support import SHAPE, Brake, Driver, forward_logprobs, greedy_reference, request
@@ -220,6 +222,15 @@ def test_new_weights_are_prepared_in_another_thread_while_the_engine_goes_on_wit
             driver.engine.prepare({**new.state_dict(), "stranger": torch.zeros(1)})
     finally:
         core.shutdown()
+
+
+def test_an_engine_that_began_with_packed_weights_takes_no_plain_ones(core: InprocClient, tmp_path: Path) -> None:
+    config = copy.deepcopy(core.engine_core.vllm_config.model_config.hf_config)
+    config.quantization_config = {"quant_method": "fp8"}
+    installer = WeightInstaller(core, config, in_process=False, folder=tmp_path)
+    with pytest.raises(ModelError, match=r"began with quantized weights \(fp8\)"):
+        installer.prepare(contract_model().state_dict())
+    assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.parametrize("temperature", [0.009, 2.1, float("inf")])

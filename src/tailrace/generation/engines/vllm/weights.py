@@ -13,6 +13,7 @@ from tailrace.errors import EngineFailed, ModelError
 from tailrace.generation.engines.prefetch import StagingBuffers
 from tailrace.generation.engines.vllm.adapters import AdapterInstaller, is_adapter
 from tailrace.generation.engines.vllm.packing import PackedModelStateDict, forget_packed_experts, weight_packer
+from tailrace.models.files import quantization
 from tailrace.models.loading import model_without_memory
 from tailrace.models.state_dicts import StateDictLayout
 from tailrace.transport.weights.transfers import OfferedModelStateDict
@@ -63,6 +64,10 @@ class WeightInstaller:
         """`folder` is for what workers read, where they see no memory of this machine."""
         self._core = core
         self._folder = folder or (_SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None)
+        self._quantization = quantization(config.to_dict())
+        """Of the model's files, whose weights vLLM keeps packed. Plain ones that it quantizes itself, as its options
+        ask, can be replaced by plain ones.
+        """
         self._in_process = in_process
         """Whether the only worker lives in this process, and can be handed tensors."""
         self._layout = StateDictLayout(model_without_memory(config))
@@ -83,6 +88,11 @@ class WeightInstaller:
             raise ModelError(_WRONG_KIND)
         if self.adapters is not None:
             return SavedAdapter(tensors, self._folder, self.adapters)
+        if self._quantization is not None:
+            raise ModelError(
+                f"the vLLM engine began with quantized weights ({self._quantization}): it keeps them packed, and takes "
+                "no plain ones, which are trained: start it with the model's bfloat16 weights"
+            )
         named = self._layout.checked(tensors)
         if isinstance(tensors, OfferedModelStateDict):
             return tensors
