@@ -96,6 +96,19 @@ def test_files_are_recycled_and_two_are_enough_without_a_reader(tmp_path: Path) 
     store.close()
 
 
+def test_a_publisher_that_ends_leaves_the_newest_file_and_to_readers_what_they_have_open(tmp_path: Path) -> None:
+    publisher, reader = SharedMemoryModelStateDictStore(tmp_path), SharedMemoryModelStateDictStore(tmp_path)
+    refs = [publisher.publish(weights(version), version) for version in (1, 2)]
+    with reader.open(refs[0]) as first, reader.open(refs[1]) as second:
+        newest = publisher.publish(weights(3), 3)
+        publisher.close()
+        assert [path.name for path in tmp_path.iterdir()] == [newest.uri]
+        assert_equal(first, weights(1))
+        assert_equal(second, weights(2))
+    with reader.open(newest) as opened:
+        assert_equal(opened, weights(3))
+
+
 def test_lives_of_a_publisher_keep_apart_and_earlier_ones_are_forgotten(tmp_path: Path) -> None:
     """Though their process ids are the same, as in containers."""
     lives = [SharedMemoryModelStateDictStore(tmp_path, life) for life in (0, 1, 10)]

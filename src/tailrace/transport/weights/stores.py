@@ -145,8 +145,8 @@ class SharedMemoryModelStateDictStore(ModelStateDictStore):
 
     A reader holds a shared lock on the file it has open, so only files without readers are overwritten, and the newest
     one never; the kernel frees the locks of a process that dies. So there are at most two files more than readers at a
-    time. One end publishes, the other ends open; the files go with their folder, or by `remove_published`. Tensors that
-    are not what was published, by their checksum, are not lent.
+    time. One end publishes, and leaves the newest file when it closes, which goes with the folder, or by
+    `remove_published`; the other ends open. Tensors that are not what was published, by their checksum, are not lent.
     """
 
     def __init__(self, folder: Path, life: int = 0) -> None:
@@ -201,9 +201,14 @@ class SharedMemoryModelStateDictStore(ModelStateDictStore):
 
     @override
     def close(self) -> None:
-        """What was published stays in the folder: readers need it until a next life of the publisher has caught up."""
+        """The newest stay in the folder: readers need them until a next life of the publisher has caught up.
+
+        What a reader has open stays readable to it.
+        """
         for slot in self._slots:
             slot.close()
+        for slot in self._slots[:-1]:
+            slot.path.unlink(missing_ok=True)
         self._slots.clear()
 
     @contextmanager
