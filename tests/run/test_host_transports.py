@@ -9,7 +9,7 @@ from typing import NoReturn
 import pytest
 import torch
 
-from tailrace.errors import EngineFailed, TransportError
+from tailrace.errors import TransportError
 from tailrace.lifecycle.node_weights import WeightsOfNodes
 from tailrace.records import ModelStateDictRef
 from tailrace.run.host_transports import HostTransports, TransportAddresses
@@ -74,7 +74,7 @@ async def test_weights_of_a_life_of_the_trainer_can_be_loaded_until_they_are_for
     assert [*tmp_path.glob("model-state-dict-*")] == []
 
 
-async def test_weights_that_do_not_come_to_a_node_fail_its_generator(tmp_path: Path) -> None:
+async def test_weights_that_do_not_come_to_a_node_in_time_are_a_load_that_failed(tmp_path: Path) -> None:
     async def never(host: str) -> NoReturn:
         await asyncio.Event().wait()
         raise AssertionError(host)
@@ -83,5 +83,5 @@ async def test_weights_that_do_not_come_to_a_node_fail_its_generator(tmp_path: P
     deadline = ("--transport.weights", "object_store", "--generator.router.starved_deadline_s", "0.05")
     bring = transports_on_nodes(tmp_path, *deadline, weights=weights).bringing("10.0.0.2")
     assert bring is not None
-    with pytest.raises(EngineFailed, match=r"version 3 did not come to the node 10\.0\.0\.2 within 0\.05 s"):
+    with pytest.raises(TransportError, match=r"version 3 did not come to the node 10\.0\.0\.2 within 0\.05 s"):
         await asyncio.wait_for(bring(ModelStateDictRef(3, "10.0.0.1/file", 1)), 20)

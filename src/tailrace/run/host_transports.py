@@ -17,7 +17,7 @@ import zmq.asyncio
 from typing_extensions import override
 
 from tailrace.config import RunSettings
-from tailrace.errors import EngineFailed
+from tailrace.errors import TransportError
 from tailrace.generation.rpc.client import BringWeights, GeneratorClient, ReportListener
 from tailrace.generation.rpc.server import GeneratorServer, OpenModelStateDict
 from tailrace.lifecycle.launchers import Launcher
@@ -211,7 +211,7 @@ class HostTransports(Transports):
     def bringing(self, host: str = "") -> BringWeights | None:
         """Brings weights to this node, by default to this process's; None where they need not be brought.
 
-        It raises `EngineFailed` where they do not come: unlike a socket, this way shows no progress meanwhile.
+        It raises `TransportError` where they do not come in time: this way shows no progress meanwhile, a socket does.
         """
         if (weights := self._weights) is None:
             return None
@@ -222,7 +222,7 @@ class HostTransports(Transports):
                 async with asyncio.timeout(deadline_s):
                     return await weights.bring(ref, node)
             except TimeoutError:
-                raise EngineFailed(
+                raise TransportError(
                     f"weights of version {ref.version} did not come to the node {node} within {deadline_s:g} s "
                     "(generator.router.starved_deadline_s)"
                 ) from None
