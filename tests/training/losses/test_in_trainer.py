@@ -44,6 +44,13 @@ def better_rows_only(logprobs: Tensor, entropy: Tensor, tokens: LossTokens) -> t
     return (-tokens.advantages * logprobs if better.any() else torch.zeros_like(logprobs)), better
 
 
+def zero_without_better(logprobs: Tensor, entropy: Tensor, tokens: LossTokens) -> tuple[Tensor, Tensor]:
+    """The same losses, and keeps all tokens."""
+    better = tokens.advantages > 0
+    losses = -tokens.advantages * logprobs * better if better.any() else torch.zeros_like(logprobs)
+    return losses, torch.ones_like(better)
+
+
 def near_the_reference(logprobs: Tensor, entropy: Tensor, tokens: LossTokens) -> tuple[Tensor, Tensor]:
     """Rejects what the policy made likelier than the reference finds it."""
     return DEFAULT(logprobs, entropy, tokens)[0], logprobs.detach() <= tokens.columns[REFERENCE_LOGPROBS] + 1e-3
@@ -143,13 +150,16 @@ def test_a_loss_that_keeps_nothing_changes_no_weight(model_folder: Path) -> None
 
 
 @pytest.mark.parametrize("added", [{}, {"reference_kl": {"coefficient": 0.1}}])
-def test_a_row_of_which_nothing_is_kept_needs_no_gradient(model_folder: Path, added: dict[str, object]) -> None:
+@pytest.mark.parametrize(("loss", "rejects"), [("better_rows_only", True), ("zero_without_better", False)])
+def test_a_row_of_which_nothing_is_kept_or_whose_losses_are_0_needs_no_gradient(
+    model_folder: Path, loss: str, rejects: bool, added: dict[str, object]
+) -> None:
     found = []
     for rows in ((4,), (1, 1, 1, 1)):
-        trainer = make_trainer(model_folder, loss={"name": f"{__name__}:better_rows_only", **added})
+        trainer = make_trainer(model_folder, loss={"name": f"{__name__}:{loss}", **added})
         found.append(trainer.train_step(build_batch(rows=rows)).metrics)
     one, many = found
-    assert 0 < one["training/rejected_share"] < 1
+    assert (0 < one.get("training/rejected_share", 0) < 1) == rejects
     for name in ("training/loss", "training/grad_norm"):
         assert one[name] == pytest.approx(many[name], rel=1e-4)
 

@@ -167,6 +167,18 @@ def test_a_loss_without_a_gradient_for_what_it_keeps_does_not_train(entropy: flo
         assert loss(logprobs, logprobs, NOTHING)[1].all()
 
 
+def constant(logprobs: torch.Tensor, entropy: torch.Tensor, tokens: LossTokens) -> Answer:
+    return torch.zeros_like(logprobs), KEPT
+
+
+def test_a_loss_of_0_for_what_it_keeps_needs_no_gradient_and_teaches_nothing() -> None:
+    logprobs = torch.tensor([-1.0, -torch.inf], requires_grad=True)
+    losses, kept = load_loss(own("constant"))(logprobs, logprobs * 2, NOTHING)
+    assert (losses.tolist(), kept.tolist()) == ([0, 0], [True, True])
+    (gradient,) = torch.autograd.grad(losses.sum(), logprobs)
+    assert gradient.tolist() == [0, 0]
+
+
 @pytest.mark.parametrize("name", ["mistaken", "MistakenSlope"])
 def test_what_a_loss_raises_is_told_with_its_name_and_line(name: str) -> None:
     logprobs = torch.tensor([-1.0, -2.0])

@@ -26,7 +26,7 @@ def checked(loss: Loss, name: str) -> Loss:
     """`loss`, which `trainer.loss.name` calls `name`; pointwise where it is.
 
     Raises `TrainingError` when it is called and raises, or answers anything but [num_loss_tokens] each, bools for what
-    is kept, or a loss that has no gradient for tokens that it keeps.
+    is kept, or for tokens that it keeps a loss that has no gradient and is not 0.
     """
     return _CheckedPointwise(loss, name) if isinstance(loss, PointwiseLoss) else _Checked(loss, name)
 
@@ -63,13 +63,13 @@ class _Checked(_Measured):
             answer = self.loss(logprobs, entropy, tokens)
         losses, kept = _require(answer, _PAIR, logprobs, self.name)
         if not losses.requires_grad and logprobs.requires_grad and torch.is_grad_enabled():
-            if kept.any():
+            if losses[kept].any():
                 raise TrainingError(
                     f"trainer.loss.name is {self.name!r}: the loss of tokens that it keeps depends on neither logprobs "
                     "nor entropy, and would teach nothing: take it from them as they are given, not detached, or keep "
                     "none of these tokens"
                 )
-            losses = logprobs  # no token is kept: any loss will do that has a gradient, which is then 0
+            losses = logprobs.masked_fill(torch.ones_like(kept), 0)  # of none, or 0: one whose gradient is 0
         return losses, kept
 
 
