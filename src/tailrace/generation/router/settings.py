@@ -34,7 +34,8 @@ class RouterSettings(BaseModel):
     progress_deadline_s: float = Field(
         default=60.0,
         gt=0,
-        description="Seconds without any progress after which a replica with requests counts as dead",
+        description="Seconds without any progress after which a replica with requests or a load of weights counts as "
+        "dead; in a replica without requests, weights must be read and copied within them",
     )
     starved_deadline_s: float = Field(
         default=120.0,
