@@ -203,6 +203,23 @@ async def test_a_folder_that_a_killed_run_left_is_read_again_until_the_next_one_
 
 
 @needs_redis
+async def test_a_run_that_goes_on_elsewhere_than_the_killed_one_is_found_there(
+    server: RedisServer, run: FedRun, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its Redis answers, and nobody feeds anything there any more."""
+
+    def tell(prefix: str) -> None:
+        (tmp_path / FEED_FILE).write_text(json.dumps({"url": server.url, "run": "run", "prefix": prefix}))
+
+    tell("before")
+    training = asyncio.create_task(trained(lambda: take_one(tmp_path)))
+    await says(caplog, "waiting for the run for up to 300 s: no run called 'run' feeds a trainer", training)
+    tell("tailrace")
+    await run.sender.offer(feed_samples(1))
+    assert await training == 1
+
+
+@needs_redis
 async def test_the_start_of_a_run_that_was_killed_is_left_for_the_next_one(
     server: RedisServer, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -43,6 +43,8 @@ _logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.2
 """Between two looks for a run that is not there yet."""
+_TRY_S = 2.0
+"""For which one is waited for at one place: its folder may name another one by then."""
 
 __all__ = ["Denominators", "Feed", "FeedPlace", "StreamedSample", "denominators"]
 
@@ -63,7 +65,7 @@ class Feed:
         weights: OutsideWeights | None = None,
         patience_s: float = 300.0,
     ) -> None:
-        """Join the run, waiting for it for `patience_s` at most.
+        """Join the run, waiting for `patience_s` at most until it is there.
 
         Args:
             where: The run's folder, or the Redis that carries its samples; a password that its URL leaves out is in the
@@ -163,7 +165,8 @@ def _joined(
 ) -> tuple[FeedPlace, RedisSampleReceiver]:
     """Where the run is, and this rank's end there.
 
-    What a run left that was killed tells of where it was until the next one is there: so both are looked for anew.
+    What a run left that was killed tells of where it was until the next one is there, which may be elsewhere: so both
+    are looked for anew.
     """
     deadline_s, has_said = time.monotonic() + patience_s, False
     while True:
@@ -171,7 +174,8 @@ def _joined(
         place = where if isinstance(where, FeedPlace) else FeedPlace.announcement_file(where, left_s)
         try:
             url = with_password(place.url)
-            return place, RedisSampleReceiver(url, place.run, name, prefix=place.prefix, patience_s=left_s)
+            try_s = min(left_s, _TRY_S)
+            return place, RedisSampleReceiver(url, place.run, name, prefix=place.prefix, patience_s=try_s)
         except (NotAnswering, TransportError) as error:
             if isinstance(error, CorruptData | ConsumerRefused) or time.monotonic() >= deadline_s:
                 raise

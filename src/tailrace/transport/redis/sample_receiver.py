@@ -34,6 +34,8 @@ _WAIT_S = 1.0
 """Within which a wait notices what another thread found."""
 _LOOK_S = 0.2
 """Between two looks for a run that is not there yet, or for a name that may become free."""
+_LET_IN_S = 300.0
+"""Within which a run that is there lets a rank in: its event loop may be busy."""
 _READ_AHEAD = 4
 """Documents that are fetched at once."""
 _ENCODER = msgspec.msgpack.Encoder()
@@ -52,7 +54,7 @@ class RedisSampleReceiver:
         patience_s: float = 300.0,
         outage_s: float = 60.0,
     ) -> None:
-        """Wait for the run for `patience_s` at most, and join it as `name`.
+        """Wait for the run to be there for `patience_s` at most, and join it as `name`.
 
         Raises `SettingsError` for a wrong address, user, password or TLS, `PeerGone` where no such run is there,
         `OtherSchema` where another version of Tailrace feeds it, and `ConsumerRefused` where another rank that lives
@@ -80,7 +82,7 @@ class RedisSampleReceiver:
             self._take_name()
             self._keeper = threading.Thread(target=self._keep, name=f"tailrace-lease-{name}", daemon=True)
             self._keeper.start()
-            self._join(patience_s)
+            self._join()
         except BaseException:
             self._close()
             raise
@@ -162,8 +164,8 @@ class RedisSampleReceiver:
     # --- joining -----------------------------------------------------------------------------------------------------
 
     def _wait_for_run(self, patience_s: float) -> OpenFeed:
-        waiting = f"no run called {self._run!r} feeds a trainer through Redis at {self._keeping.place}"
-        for _ in _until(patience_s, waiting):
+        nobody = f"no run called {self._run!r} feeds a trainer through Redis at {self._keeping.place}"
+        for _ in _until(patience_s, nobody):
             if (found := self._read_open()) is not None:
                 return found
             time.sleep(_LOOK_S)
@@ -193,12 +195,12 @@ class RedisSampleReceiver:
                 )
             time.sleep(_LOOK_S)
 
-    def _join(self, patience_s: float) -> None:
+    def _join(self) -> None:
         self._tell(sample_messages.HELLO)
         data = _ENCODER.encode(Join(self.name, self._token))
         header = Message(1, "join", data).header(self._run, self.epoch)
-        waiting = f"run {self._run!r} did not let the rank {self.name!r} in"
-        for _ in _until(patience_s, waiting):
+        refused = f"run {self._run!r} did not let the rank {self.name!r} in within {_LET_IN_S:g} s"
+        for _ in _until(_LET_IN_S, refused):
             with self._lock:
                 self._writing.one("XADD", self._keys.joins, "*", "header", header, "data", data)
             if (entry := self._next(_WAIT_S)) is not None:
@@ -296,9 +298,9 @@ class RedisSampleReceiver:
             connection.close()
 
 
-def _until(patience_s: float, what_is_waited_for: str) -> Iterator[None]:
+def _until(patience_s: float, why_it_ended: str) -> Iterator[None]:
     """Again and again; raises `PeerGone` at the end of patience."""
     deadline_s = time.monotonic() + patience_s
     while time.monotonic() < deadline_s:
         yield
-    raise PeerGone(f"{what_is_waited_for} (waited for {patience_s:g} s)")
+    raise PeerGone(why_it_ended)
