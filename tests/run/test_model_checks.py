@@ -11,9 +11,10 @@ import pytest
 from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
 
 from tailrace.cli import main
+from tailrace.errors import ModelError
 from tailrace.models.loading import copy_tokenizer
 from tailrace.run.model_checks import as_planned, require_known_files
-from tests.run.runs import TINY, environment, tiny_settings
+from tests.run.runs import TINY, environment, run_inline, tiny_settings
 from tests.support.bundled_models import BUNDLED, copy_bundled
 from tests.support.expert_models import expert_model
 from tests.support.quantized_models import say_quantized
@@ -97,6 +98,33 @@ def test_a_quantized_model_is_refused_where_vllm_would_keep_it_packed(
     assert main([*plan, "--model.name", str(model), "--generator.engine", "vllm"]) == 2
     assert "is quantized (fp8): vLLM keeps its weights packed" in capsys.readouterr().err
     assert main([*plan, "--model.name", str(model)]) == 0
+
+
+@pytest.fixture
+def packed_on_a_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of a model whose files this machine has in the hub's cache alone."""
+    files = tmp_path / "hub" / "models--tailrace-tests--packed"
+    say_quantized(copy_bundled(files / "snapshots" / "first"), {"quant_method": "fp8"})
+    (files / "refs").mkdir()
+    (files / "refs" / "main").write_text("first")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    return "tailrace-tests/packed"
+
+
+async def test_a_hub_s_quantized_model_is_refused_where_vllm_would_keep_it_packed(
+    packed_on_a_hub: str, tmp_path: Path
+) -> None:
+    settings = ("--max_steps", "1", "--generator.engine", "vllm", "--model.name", packed_on_a_hub)
+    with pytest.raises(ModelError, match=r"is quantized \(fp8\): vLLM keeps its weights packed"):
+        await run_inline(tmp_path, *settings)
+    with pytest.raises(ModelError, match=r"is quantized \(fp8\): vLLM keeps its weights packed"):
+        as_planned(tiny_settings(*settings))
+
+
+@pytest.mark.parametrize("name", ["tailrace-tests/unknown", "/nowhere/packed"])
+def test_of_a_model_that_is_in_no_cache_a_plan_knows_nothing(packed_on_a_hub: str, name: str) -> None:
+    elsewhere = tiny_settings("--generator.engine", "vllm", "--model.name", name)
+    assert as_planned(elsewhere) is elsewhere
 
 
 @pytest.mark.parametrize(

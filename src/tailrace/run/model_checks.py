@@ -2,11 +2,13 @@
 
 A dry run looks at all that can be seen without weights. A run looks at what is free (files, headers), and only at a
 model whose config.json speaks of something else than attention as closely: that imports torch, which no other
-orchestrator needs. Models that are not on this machine are not looked at: nothing is downloaded.
+orchestrator needs. Of a model that is not on this machine a dry run reads no more than a config.json in the hub's cache
+here: it downloads nothing. A run that has fetched its tokenizer has that file, too.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -44,14 +46,23 @@ def require_known_files(settings: RunSettings) -> None:
         require_chat_template(name, folder)
     require_weights(name)
     config = read_json(folder / "config.json")
+    require_plain_weights(settings, config)
+    if _may_be_refused(config):
+        _require_architecture(settings)
+
+
+def require_plain_weights(settings: RunSettings, config: Mapping[str, Json]) -> None:
+    """Raise `ModelError` where the model's config.json tells of weights that cannot be unpacked, or that stay packed.
+
+    An empty one tells of nothing.
+    """
+    name, method = settings.model.name, quantization(config)
     require_unpackable(name, config)
-    if settings.generator.engine == "vllm" and (method := quantization(config)) is not None:
+    if settings.generator.engine == "vllm" and method is not None:
         raise ModelError(
             f"model {name!r} is quantized ({method}): vLLM keeps its weights packed, and those that are trained are "
             "not: name its bfloat16 weights"
         )
-    if _may_be_refused(config):
-        _require_architecture(settings)
 
 
 def as_planned(settings: RunSettings) -> RunSettings:
@@ -61,6 +72,7 @@ def as_planned(settings: RunSettings) -> RunSettings:
     may be where the run will be.
     """
     if not _is_here(settings.model.name):
+        require_plain_weights(settings, _cached_config(settings.model.name))
         return settings
     require_known_files(settings)
     _require_architecture(settings)
@@ -111,6 +123,17 @@ def _is_here(name: str) -> bool:
         if name.startswith(BUNDLED_PREFIX) or os.path.exists(os.path.expanduser(name)):
             raise
         return False
+
+
+def _cached_config(name: str) -> Mapping[str, Json]:
+    """Of a hub's model, where this machine's cache has it; an empty one for any other."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    with contextlib.suppress(HFValidationError):  # a path of the machine where the run will be
+        if isinstance(found := try_to_load_from_cache(name, "config.json"), str):
+            return read_json(Path(found))
+    return {}
 
 
 def _may_be_refused(config: Mapping[str, Json]) -> bool:

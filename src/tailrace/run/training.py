@@ -26,6 +26,7 @@ from tailrace.lifecycle.garbage import hold_old_objects
 from tailrace.lifecycle.launchers import launcher_class
 from tailrace.lifecycle.memory import reserve_memory, share_one_arena
 from tailrace.lifecycle.signals import StopSignals
+from tailrace.models.files import read_json
 from tailrace.records import RunStatus, TrainerEnded
 from tailrace.reporting.live import LiveView, wants_live_view
 from tailrace.reporting.logs import Terminal, setup_logging
@@ -43,7 +44,7 @@ from tailrace.run.devices import describe_devices, role_devices
 from tailrace.run.engines import require_engine
 from tailrace.run.folder import RunPaths, count_starts, open_run_folder, record_settings, writing
 from tailrace.run.limits import require_room
-from tailrace.run.model_checks import require_frozen_models, require_known_files
+from tailrace.run.model_checks import require_frozen_models, require_known_files, require_plain_weights
 from tailrace.run.notices import wait_for_notice
 from tailrace.run.outside_trainer import OutsideProgram, program_beside, require_program
 from tailrace.run.ownership import OWNER_FILE, Ownership, wait_for_owner_elsewhere
@@ -143,6 +144,7 @@ async def _train_in(
 ) -> RunSummary:
     """Train in a folder that is this run's alone. `until_written` holds what hears signals once roles are there."""
     renderer = await asyncio.to_thread(make_renderer, settings, paths.tokenizer)
+    require_plain_weights(settings, read_json(renderer.tokenizer.folder / "config.json"))
     given, settings = settings, with_scaled_deadlines(within_own_context(settings, renderer))
     tasks = [len(loaded.spec.train_tasks) for loaded in environments.values()]
     await asyncio.to_thread(partial(require_room, settings, tasks=tasks))
