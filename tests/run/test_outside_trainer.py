@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import shutil
+import threading
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -20,21 +23,27 @@ from tailrace.errors import SettingsError
 from tailrace.records import (
     CheckpointSaved,
     CheckpointWritten,
+    FeedReport,
     FeedSample,
+    ModelStateDictPublished,
     ModelStateDictRef,
     RunStatus,
     SamplesWanted,
     StepDone,
     StopRequested,
     TerminalState,
+    TrainerEnded,
     TrainingBegan,
     TrainingOver,
     WeightsOffered,
     WeightsWritten,
 )
 from tailrace.reporting.summary import RunSummary
+from tailrace.run.outside_trainer import OutsideTrainer
 from tailrace.run.training import train
+from tailrace.transport.events.log import MemoryEventLog
 from tailrace.transport.samples.memory import MemorySampleReceiver, MemorySampleStream
+from tailrace.transport.weights.stores import MemoryModelStateDictStore
 from tests.run.runs import records, rollouts, trained_tasks
 from tests.support.event_files import read_events
 
@@ -42,6 +51,7 @@ QUICKSTART = Path(tailrace.__file__).parent / "recipes" / "models" / "quickstart
 VOCABULARY = 640
 SIZES = [4, 6, 2, 8]
 """Samples of each step, where 4 were configured."""
+PATIENCE_S = 60.0
 
 
 def settings(name: str = "run", **changes: object) -> RunSettings:
@@ -286,6 +296,90 @@ def test_a_last_step_without_weights_is_not_waited_for_to_be_evaluated(tmp_path:
     log = (tmp_path / "run" / "logs" / "orchestrator.log").read_text()
     assert "no evaluation of version 2: the trainer published no weights of it" in log
     assert "the end of the run cancels" not in log
+
+
+class SlowStore(MemoryModelStateDictStore):
+    """Reads a folder no sooner than it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_read = threading.Event()
+
+    @override
+    def publish_folder(self, folder: Path, version: int) -> ModelStateDictRef:
+        assert self.may_read.wait(PATIENCE_S)
+        return super().publish_folder(folder, version)
+
+
+class Believing:
+    """A scheduler that takes in whatever a trainer tells."""
+
+    num_consumers = 1
+
+    async def tell(self, report: FeedReport) -> None: ...
+
+    def saved(self, step: int) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("last_read_s", "warning"),
+    [
+        (PATIENCE_S, "the trainer's last weights, of version 1, cannot be read: {folder} holds no weights"),
+        (0.1, "the trainer's last weights, of version 1, could not be read within 0.1 s (evaluation.finish_s)"),
+    ],
+    ids=["removed", "too late"],
+)
+async def test_last_weights_that_cannot_be_read_fail_no_run_that_finished(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, last_read_s: float, warning: str
+) -> None:
+    samples, log, store = MemorySampleStream(), MemoryEventLog("epoch"), SlowStore()
+    outside = OutsideTrainer(samples, store, log, last_read_s=last_read_s)
+    outside.listen(Believing())
+    trainer = Trainer(samples, tmp_path / "weights")
+    await trainer.begin()
+    await trainer.step(1, [])
+    await trainer.end()
+    while not outside.has_answered:  # noqa: ASYNC110 - what is waited for has no event
+        await asyncio.sleep(0.01)
+    shutil.rmtree(trainer.folder)
+    if last_read_s == PATIENCE_S:
+        store.may_read.set()
+    async for event in log.follow():
+        assert not isinstance(event, ModelStateDictPublished)
+        if isinstance(event, TrainerEnded):
+            assert (event.status, event.step, event.reason) == (RunStatus.FINISHED, 1, "enough")
+            break
+    assert warning.format(folder=trainer.folder / "version_1") in caplog.text
+    store.may_read.set()
+    await outside.close()
+
+
+def test_a_trainer_that_answered_in_time_is_waited_for_while_its_last_weights_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, answered, last_save_s = MemoryModelStateDictStore.publish_folder, threading.Event(), 2.0
+
+    def read_slowly(store: MemoryModelStateDictStore, folder: Path, version: int) -> ModelStateDictRef:
+        if version == 2:
+            assert answered.wait(PATIENCE_S)
+            time.sleep(last_save_s)  # which runs since before that answer
+        return read(store, folder, version)
+
+    async def program(samples: MemorySampleStream) -> None:
+        trainer = Trainer(samples, tmp_path / "weights")
+        await trainer.begin()
+        await trainer.step(1, await trainer.pull(4))
+        await trainer.step(2, await trainer.pull(4))
+        assert await trainer.pull(1) == []
+        assert trainer.stop is not None
+        await trainer.end(trainer.stop.status, trainer.stop.reason)
+        answered.set()
+
+    monkeypatch.setattr(MemoryModelStateDictStore, "publish_folder", read_slowly)
+    few = [{"name": "tests.support.run_environments:words", "args": {"count": 6, "held_out": 2}}]
+    changes = {"environments": few, "evaluation": {"every_steps": 2}, "shutdown": {"last_save_s": last_save_s}}
+    summary = asyncio.run(run_with(tmp_path, program, max_epochs=1, **changes))
+    assert (summary.status, summary.steps, summary.evaluations["words"].step_last) == (RunStatus.FINISHED, 2, 2)
 
 
 async def _steps_of_nothing(trainer: Trainer) -> None:

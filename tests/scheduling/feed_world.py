@@ -155,7 +155,7 @@ class FeedWorld:
             ),
             retained_bytes=retained_bytes,
         )
-        self.trainer = OutsideTrainer(self.stream, Publisher(), self.log)
+        self.trainer = OutsideTrainer(self.stream, Publisher(), self.log, last_read_s=60.0)
         self.trainer.listen(self.scheduler)
         self.serving = self.step = 0
         self.window = 2 * chosen.batch_size

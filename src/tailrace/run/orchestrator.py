@@ -270,6 +270,8 @@ class Orchestrator(WeightListener, ReplicaListener):
         left = asyncio.ensure_future(self._roles.trainer.gone())
         deadline_s = self._roles.shutdown.grace_s if self._is_hurried else self._roles.shutdown.last_save_s
         await asyncio.wait({follower, left}, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
+        if self._roles.trainer.has_answered:
+            await asyncio.wait({follower, left}, return_when=asyncio.FIRST_COMPLETED)
         has_left = left.done() and not follower.done()
         left.cancel()
         if follower.done():

@@ -80,10 +80,15 @@ class OutsideTrainer(RunTrainer):
 
     restarts = 0
 
-    def __init__(self, samples: SampleSender, store: FolderPublisher | None, log: MemoryEventLog) -> None:
-        """Folders of weights are read into `store`; None: its process offers them to the generators itself."""
+    def __init__(
+        self, samples: SampleSender, store: FolderPublisher | None, log: MemoryEventLog, *, last_read_s: float
+    ) -> None:
+        """Folders of weights are read into `store`; None: its process offers them to the generators itself.
+
+        After the trainer's end they are read for `last_read_s` at most.
+        """
         self.samples = samples
-        self._store, self._log = store, log
+        self._store, self._log, self._last_read_s = store, log, last_read_s
         self._listener: FeedListener | None = None
         self._step = self._saved_step = 0
         self._weights: WeightsWritten | WeightsOffered | None = None
@@ -223,11 +228,21 @@ class OutsideTrainer(RunTrainer):
                 listener.saved(step)
                 await self._log.append(CheckpointWritten(epoch=epoch, step=step, path=path))
             case TrainingOver(status=status, reason=reason):
+                self.has_answered = True
                 if status is RunStatus.FINISHED:
-                    await wait_until(self._changed, lambda: self._weights is None or self._cut_short is not None)
+                    await self._last_read()
                 await self._end(status, reason)
             case _:
                 pass
+
+    async def _last_read(self) -> None:
+        """Waits for the last weights, which may yet be evaluated: until they are published, or cannot be in time."""
+        try:
+            async with asyncio.timeout(self._last_read_s):
+                await wait_until(self._changed, lambda: self._weights is None or self._cut_short is not None)
+        except TimeoutError:
+            late = "the trainer's last weights, of version %d, could not be read within %g s (evaluation.finish_s)"
+            _logger.warning(late, self._newest_weights, self._last_read_s)
 
     def _require_fitting(self, reported: WeightsWritten | WeightsOffered) -> None:
         if reported.version < self._newest_weights:
@@ -255,16 +270,18 @@ class OutsideTrainer(RunTrainer):
                 self._changed.set()
 
     async def _read(self, written: WeightsWritten) -> ModelStateDictRef | None:
-        """None where newer ones came, and the trainer may have removed these."""
+        """None where the trainer may have removed them: newer ones came, or it has ended."""
         assert self._store is not None
         version = written.version
         try:
             with phase("publish", track="weights", about={"version": version}) as publishing:
                 ref = await asyncio.to_thread(self._store.publish_folder, Path(written.folder), version)
                 publishing.add_bytes(ref.num_bytes)
-        except TransportError:
-            if self._newest_weights <= version:
+        except TransportError as error:
+            if self._newest_weights <= version and not self.has_answered:
                 raise
+            if self._newest_weights <= version:
+                _logger.warning("the trainer's last weights, of version %d, cannot be read: %s", version, error)
             return None
         return ref
 

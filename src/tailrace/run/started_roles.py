@@ -186,7 +186,8 @@ class RoleStarter:
         if self.settings.trainer.feed == "stream":
             is_sent = self.settings.transport.weights == "nccl"
             store = None if is_sent else self.transports.model_state_dicts()
-            return OutsideTrainer(self.transports.sample_sender(), store, log)
+            last_read_s = self.settings.evaluation.finish_s
+            return OutsideTrainer(self.transports.sample_sender(), store, log, last_read_s=last_read_s)
         return TrainerLives(self, log, RestartHistory(self.trainer_restarts))
 
     def start_trainer(self, earlier: Sequence[RoleHandle] = ()) -> list[RoleHandle]:

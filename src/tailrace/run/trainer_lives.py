@@ -51,6 +51,8 @@ class RunTrainer(ABC):
 
     restarts: int
     """How often it was started again."""
+    has_answered = False
+    """Whether it told how training ended, ahead of the terminal record, which then comes within a time of its own."""
 
     @abstractmethod
     async def watch(self) -> NoReturn:

@@ -144,7 +144,8 @@ class EvaluationSettings(BaseModel):
         600.0,
         ge=0,
         description="Seconds that an evaluation may go on, in all slots, once training is finished; then it is"
-        " cancelled, as it is at once when training is stopped or fails.",
+        " cancelled, as it is at once when training is stopped or fails. The last weights of a trainer outside may be"
+        " read for as long before.",
     )
 
     def slots(self, max_running: int) -> int:

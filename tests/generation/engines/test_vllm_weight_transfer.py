@@ -254,7 +254,8 @@ async def test_an_engine_is_sent_the_weights_of_a_trainer_outside_that_goes_on_w
 
     with redis_server(tmp_path / "redis") as server:
         log = MemoryEventLog(epoch="epoch")
-        trainer = OutsideTrainer(RedisSampleSender(RedisPlace(server.url, Origin("run", "epoch"), 60.0)), None, log)
+        sender = RedisSampleSender(RedisPlace(server.url, Origin("run", "epoch"), 60.0))
+        trainer = OutsideTrainer(sender, None, log, last_read_s=DEADLINE_S)
         trainer.listen(Scheduler())
         training = asyncio.create_task(asyncio.to_thread(train, server.url))
         async for event in log.follow():
