@@ -207,15 +207,51 @@ def test_a_job_ends_by_notice_is_requeued_and_goes_on(capsys: pytest.CaptureFixt
     assert [(connect in one, one.endswith("--resume")) for one in trained] == [(True, False), (True, True)]
 
 
-def test_a_notice_before_the_run_is_there_is_told_to_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    script = job_script(capsys, tmp_path / "work")
-    text = script.read_text()
-    assert text.count("mkdir -p runs\n") == 1
-    script.write_text(text.replace("mkdir -p runs\n", 'mkdir -p runs\nkill -USR1 "$$"\n'))
+@pytest.mark.parametrize("overrides", [(), ("--generator.replicas", "1", "--cpus-per-node", "64")], ids=["2", "1"])
+def test_a_job_that_has_notice_before_its_run_is_started_is_requeued_without(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, overrides: tuple[str, ...]
+) -> None:
+    script = job_script(capsys, tmp_path / "work", "--setup", 'kill -USR1 "$$"', *overrides)
+    (script.parent / "runs/run").mkdir(parents=True)
+    (script.parent / "runs/run/config.toml").touch()  # of an earlier start
     cluster = StandInSlurm(tmp_path / "slurm", nodes=2)
     cluster.add("tailrace", STAND_IN_TAILRACE)
     with cluster.job(script, {}) as job:
-        assert job.wait(PATIENCE_S) in (75, 143)  # by whether it had its folder
+        assert job.wait(PATIENCE_S) == 75
+        assert cluster.processes(job) == []
+    assert cluster.told("requeued") == ["4711"]
+    assert not [command for command in cluster.told("commands") if command.startswith("train")]
+
+
+STARTING_TAILRACE = """#!/bin/bash
+case $1 in
+key) touch "$2" ;;
+serve) exec sleep 1000 ;;
+train)
+  touch "$STAND_IN/starting"
+  until [ -e runs/run/preempt ]; do sleep 0.05; done
+  touch "$STAND_IN/process" # it is there from now on
+  for _ in {1..400}; do
+    if [ runs/run/preempt -nt "$STAND_IN/process" ]; then exit 75; fi
+    sleep 0.05
+  done
+  exit 3
+  ;;
+esac
+"""
+
+
+def test_a_notice_that_is_older_than_the_run_s_process_is_told_again(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    script = job_script(capsys, tmp_path / "work")
+    (script.parent / "runs/run").mkdir(parents=True)
+    cluster = StandInSlurm(tmp_path / "slurm", nodes=2)
+    cluster.add("tailrace", STARTING_TAILRACE)
+    with cluster.job(script, {}) as job:
+        until((cluster.folder / "starting").exists, job)
+        notify(job)
+        assert job.wait(PATIENCE_S) == 75
         assert cluster.processes(job) == []
     assert cluster.told("requeued") == ["4711"]
 

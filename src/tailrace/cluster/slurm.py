@@ -68,20 +68,21 @@ def render_slurm(settings: RunSettings, recipe: str, overrides: Sequence[str], o
         *_header(settings, layout, options),
         "",
         f"# {settings.name}, rendered by `tailrace cluster render slurm`: sbatch THIS_FILE.",
-        *options.setup,
-        "set -uo pipefail",
         "noticed=",
         "trap noticed=yes USR1 # until there is a run to tell: it would end this script",
+        *options.setup,
+        "set -uo pipefail",
         "",
         f"run={_word(settings.name)}",
         "mkdir -p runs",
         'mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")',
         "step=(srun --nodes=1 --ntasks=1 --exact --mem=0 --unbuffered)",
         *([_KEEPING] if keeps else [""]),
+        _FINISH.replace("{ending}", _END_KEPT if keeps else ""),
         *(_generators(settings, layout) if layout.generators else []),
         *(_trainer(settings, layout) if settings.placement == "redis" else []),
         *_run(settings, recipe, overrides, layout),
-        _END.replace("{ending}", _END_KEPT if keeps else ""),
+        _END,
     ]
     return "\n".join(parts)
 
@@ -113,34 +114,39 @@ address() {
 """
 
 _END_KEPT = """\
-kill -TERM "${kept[@]}" 2>/dev/null
-wait "${kept[@]}"
+  kill -TERM "${kept[@]}" 2>/dev/null
+"""
+
+_FINISH = """\
+# finish STATUS: ends all that is left, and this script with the status of its run.
+finish() {
+{ending}  wait
+  case "$1$noticed" in
+  # 1 after a notice: the last save took longer than shutdown.grace_s, and the checkpoint before it counts.
+  75* | 143yes | 1yes) scontrol requeue "$SLURM_JOB_ID" ;; # goes on with --resume, on whatever nodes it is given
+  esac
+  exit "$1"
+}
 """
 
 _END = """\
 main=$!
 
 # Notice of preemption, or of the end of the job's time: the run saves, and ends with status 75. One that has no folder
-# yet has nothing to save.
+# yet has nothing to save. It is told until it has ended: what is older than its process is none of its own.
 notice() {
   noticed=yes
-  touch "runs/$run/preempt" || kill -TERM "$main"
+  while kill -0 "$main" 2>/dev/null; do
+    touch "runs/$run/preempt" || { kill -TERM "$main"; break; }
+    sleep 1
+  done &
 }
 trap notice USR1
 trap 'kill -TERM "$main"' TERM INT
 if [ -n "$noticed" ]; then notice; fi
+while kill -0 "$main" 2>/dev/null; do wait "$main"; done # a signal ends a wait
 wait "$main"
-status=$?
-while kill -0 "$main" 2>/dev/null; do # a signal ended the wait
-  wait "$main"
-  status=$?
-done
-
-{ending}case "$status$noticed" in
-# 1 after a notice: the last save took longer than shutdown.grace_s, and the checkpoint before it counts.
-75* | 143yes | 1yes) scontrol requeue "$SLURM_JOB_ID" ;; # goes on with --resume, on whatever nodes it is given
-esac
-exit "$status"
+finish "$?"
 """
 
 
@@ -233,6 +239,7 @@ def _trainer(settings: RunSettings, layout: Layout) -> list[str]:
 def _run(settings: RunSettings, recipe: str, overrides: Sequence[str], layout: Layout) -> list[str]:
     connecting = command_lines.connect_to("\0connect\0", "\0key\0", settings) if layout.generators else []
     return [
+        'if [ -n "$noticed" ]; then finish 75; fi # there is nothing to save',
         "resume=()",
         'if [ -e "runs/$run/config.toml" ]; then resume=(--resume); fi',
         f"{_step('${nodes[0]}', layout, HEAD)} \\",
