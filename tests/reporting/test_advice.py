@@ -88,7 +88,8 @@ def test_groups_of_equal_rewards_that_are_trained_on_raise_no_alarm_where_someth
     assert advice(lines(equal | {"training/distillation": 0.1}, for_steps=HISTORY)) == []
     (found,) = advice(lines(equal, for_steps=HISTORY))
     assert found.severity == "hint"
-    assert found.seen == "100 % of groups have equal rewards, at a mean reward of 0.000: they teach nothing"
+    seen = "100 % of groups have equal rewards, at a mean reward of 0.000: they teach nothing where advantages compare"
+    assert found.seen == f"{seen} the rewards of a group"
 
 
 @pytest.mark.parametrize(

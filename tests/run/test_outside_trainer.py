@@ -322,15 +322,19 @@ class Believing:
 
 
 @pytest.mark.parametrize(
-    ("last_read_s", "warning"),
+    ("last_read_s", "case", "warning"),
     [
-        (PATIENCE_S, "the trainer's last weights, of version 1, cannot be read: {folder} holds no weights"),
-        (0.1, "the trainer's last weights, of version 1, could not be read within 0.1 s (evaluation.finish_s)"),
+        (PATIENCE_S, "removed", "the trainer's last weights, of version 1, cannot be read: {folder} holds no weights"),
+        (
+            0.1,
+            "too late",
+            "the trainer's last weights, of version 1, could not be read within 0.1 s (evaluation.finish_s)",
+        ),
+        (PATIENCE_S, "interrupted", ""),
     ],
-    ids=["removed", "too late"],
 )
 async def test_last_weights_that_cannot_be_read_fail_no_run_that_finished(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, last_read_s: float, warning: str
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, last_read_s: float, case: str, warning: str
 ) -> None:
     samples, log, store = MemorySampleStream(), MemoryEventLog("epoch"), SlowStore()
     outside = OutsideTrainer(samples, store, log, last_read_s=last_read_s)
@@ -342,8 +346,10 @@ async def test_last_weights_that_cannot_be_read_fail_no_run_that_finished(
     while not outside.has_answered:  # noqa: ASYNC110 - what is waited for has no event
         await asyncio.sleep(0.01)
     shutil.rmtree(trainer.folder)
-    if last_read_s == PATIENCE_S:
+    if case == "removed":
         store.may_read.set()
+    elif case == "interrupted":
+        outside.let_end(at_once=True)
     async for event in log.follow():
         assert not isinstance(event, ModelStateDictPublished)
         if isinstance(event, TrainerEnded):

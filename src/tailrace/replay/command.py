@@ -116,7 +116,7 @@ def captured(folder: Path) -> ReplayPlan:
 
 def run_of(capture: Path) -> Path:
     """The folder of the run that is named, or whose capture is."""
-    return capture.parent if (capture / SETTINGS_FILE).is_file() else capture
+    return capture.resolve().parent if (capture / SETTINGS_FILE).is_file() else capture
 
 
 def made_up(shape: str, routed_experts: str = "0B") -> ReplayPlan:

@@ -94,15 +94,15 @@ def no_spread(lines: Sequence[Line]) -> Advice | None:
     is_taught = any(_values(lines[-WINDOW:], name) for name in _TEACHES)
     if reward is None or max(left_out, 0.0 if is_taught else equal) < _MOST:
         return None
-    seen = (
-        f"{share(left_out)} of rollouts were left out, in groups of equal rewards"
-        if left_out >= _MOST
-        else f"{share(equal)} of groups have equal rewards"
-    )
+    if left_out >= _MOST:
+        seen, so = f"{share(left_out)} of rollouts were left out, in groups of equal rewards", "they teach nothing"
+    else:
+        seen = f"{share(equal)} of groups have equal rewards"
+        so = "they teach nothing where advantages compare the rewards of a group"
     return Advice(
         rule="no_spread",
-        severity="alarm" if left_out >= _MOST else "hint",  # they may have advantages of their own
-        seen=f"{seen}, at a mean reward of {reward:.3f}: they teach nothing",
+        severity="alarm" if left_out >= _MOST else "hint",
+        seen=f"{seen}, at a mean reward of {reward:.3f}: {so}",
         change=_without_spread(lines, reward),
         metrics=("rollout/filtered/zero_spread", "group/zero_spread_share", "reward/mean"),
     )

@@ -143,7 +143,7 @@ class Orchestrator(WeightListener, ReplicaListener):
         `hurried`: who asks will end everything soon, and waits for a last save for `shutdown.grace_s` alone.
         """
         self._is_hurried = self._is_hurried or hurried
-        self._roles.trainer.let_end()
+        self._roles.trainer.let_end(at_once=status is not RunStatus.FINISHED)
         if status is RunStatus.CANCELLED:
             self._is_interrupted = True
             self._changed.set()

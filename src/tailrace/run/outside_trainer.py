@@ -92,6 +92,7 @@ class OutsideTrainer(RunTrainer):
         self._listener: FeedListener | None = None
         self._step = self._saved_step = 0
         self._weights: WeightsWritten | WeightsOffered | None = None
+        self._ends_at_once = False
         """The newest that are not published yet."""
         self._newest_weights = -1
         self._changed = asyncio.Event()
@@ -149,8 +150,10 @@ class OutsideTrainer(RunTrainer):
         """The store keeps what is read, and the newest."""
 
     @override
-    def let_end(self) -> None:
+    def let_end(self, *, at_once: bool = False) -> None:
         """It ends by itself."""
+        self._ends_at_once |= at_once
+        self._changed.set()
 
     # --- its end -----------------------------------------------------------------------------------------------------
 
@@ -239,7 +242,7 @@ class OutsideTrainer(RunTrainer):
         """Waits for the last weights, which may yet be evaluated: until they are published, or cannot be in time."""
         try:
             async with asyncio.timeout(self._last_read_s):
-                await wait_until(self._changed, lambda: self._weights is None or self._cut_short is not None)
+                await wait_until(self._changed, lambda: self._weights is None or self._ends_at_once)
         except TimeoutError:
             late = "the trainer's last weights, of version %d, could not be read within %g s (evaluation.finish_s)"
             _logger.warning(late, self._newest_weights, self._last_read_s)
@@ -289,7 +292,6 @@ class OutsideTrainer(RunTrainer):
         """Waits for a request to stop, and passes it on; a trainer that is not there is answered for."""
         async for event in self._log.follow():
             if isinstance(event, StopRequested):
-                self._changed.set()
                 await self.samples.request_stop(event)
                 await self._end_without_trainer()
             elif isinstance(event, TrainerEnded):

@@ -222,7 +222,7 @@ async def test_a_replica_starved_of_weights_takes_no_new_requests_and_is_given_u
         assert (len(failing.prefixes), len(quick.prefixes)) == (0, 6)
         told = str(await asyncio.wait_for(here.uses["a"], 20))
         assert "a is starved of weights: its version 0 trails the trainer's" in told
-        assert told.endswith("version 2 was not installed: no room")
+        assert told.endswith("the last one of version 2: no room")
 
 
 async def test_replicas_of_a_run_that_begins_serve_version_0_until_the_first_weights_can_be_installed(model) -> None:

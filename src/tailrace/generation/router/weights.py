@@ -206,8 +206,8 @@ class WeightDistributor:
     def _starved(self, replica: Replica, version: int, error: TailraceError) -> EngineFailed:
         return EngineFailed(
             f"{replica.name} is starved of weights: its version {max(0, replica.version)} trails the trainer's, and "
-            f"for {self._starved_deadline_s:g} s (generator.router.starved_deadline_s) version {version} was not "
-            f"installed: {error}"
+            f"loads failed for {self._starved_deadline_s:g} s (generator.router.starved_deadline_s), the last one of "
+            f"version {version}: {error}"
         )
 
     async def _pause(self, version: int, life: int, attempt: int, deadline_s: float) -> None:
