@@ -25,6 +25,17 @@ learning_rate = 1e-3
 [observability]
 capture = 2
 """
+OTHERS = """
+[[environments]]
+name = "arithmetic"
+group_size = 4
+[environments.args]
+digits = 2
+[[environments]]
+name = "reverse-text"
+[environments.args]
+length = 9
+"""
 PULLED_BACK = """[trainer.loss.reference_kl]
 coefficient = 0.1
 """
@@ -162,8 +173,63 @@ def test_a_section_that_means_something_by_being_there_goes_as_a_whole(file: Pat
     assert settings.environments[0].rewards == {}
 
 
+def test_without_its_table_the_file_leaves_arguments_and_rewards_that_were_given_at_the_start(file: Path) -> None:
+    tables = "[environments.rewards.right]\nweight = 2.0\n"
+    file.write_text(FILE.replace("[trainer]", f"{tables}[trainer]"))
+    given = ["--environment.args.seed", "7", "--environment.rewards.short.weight", "0.5"]
+    start(file, *given)
+    file.write_text(FILE.replace("[environments.args]\nmax_names = 5\n", ""))
+    [environment] = load_settings(str(file), ["--resume"], file.parent).environments
+    assert environment.args == {"seed": 7}
+    assert {name: reward.weight for name, reward in environment.rewards.items()} == {"short": 0.5}
+
+
+def test_a_loss_that_the_start_exchanged_takes_of_the_files_what_both_know(file: Path) -> None:
+    loss = '[trainer.loss]\nname = "dapo"\nclip_low = 0.2\n'
+    file.write_text(FILE + loss)
+    start(file, "--trainer.loss.name", "cispo", "--trainer.loss.masks", "[{ name = 'icepop' }]")
+    file.write_text(FILE + loss.replace("0.2", "0.3") + "entropy = 0.01\n")
+    changes = {"trainer.loss.entropy": (0.0, 0.01)}
+    assert resumed(file) == resumed(file, "--trainer.loss.name", "cispo") == changes
+    file.write_text(FILE + '[trainer.loss]\nname = "aipo"\n')
+    assert resumed(file)["trainer.loss.name"] == ("cispo", "aipo")
+
+
+def test_an_environment_that_the_start_exchanged_takes_of_the_files_what_is_not_its_own(file: Path) -> None:
+    start(file, "--environment", "arithmetic", "--environment.args.digits", "2")
+    file.write_text(FILE.replace("max_names = 5", "max_names = 4").replace("group_size = 8", "group_size = 16"))
+    changes = {"environments.0.group_size": (8, 16)}
+    assert resumed(file) == resumed(file, "--environment", "arithmetic") == changes
+
+
+def test_an_environment_that_the_file_renames_is_taken_as_it_is(file: Path) -> None:
+    start(file, "--environment.args.max_names", "3", "--environment.args.seed", "7")
+    file.write_text(FILE.replace("alphabet-sort", "mine:environment"))
+    [environment] = load_settings(str(file), ["--resume"], file.parent).environments
+    assert (environment.name, environment.args) == ("mine:environment", {"max_names": 5})
+    file.write_text(FILE.replace('name = "alphabet-sort"', 'name = "mine:environment"\nid = "one"'))
+    start(file, "--name", "other", "--environments.0.args.seed", "7")
+    file.write_text(FILE.replace('name = "alphabet-sort"', 'name = "arithmetic"\nid = "one"'))
+    [environment] = load_settings(str(file), ["--resume", "--name", "other"], file.parent).environments
+    assert (environment.name, environment.args) == ("arithmetic", {"max_names": 5})
+
+
+def test_environments_in_another_order_keep_what_each_was_given_at_the_start(file: Path) -> None:
+    first, tables = FILE.split("[[environments]]")
+    own, rest = tables.split("[trainer]")
+    file.write_text(f"{first}{OTHERS}[[environments]]{own}[trainer]{rest}")
+    start(file, "--environments.0.args.digits", "3", "--environments.1.weight", "2.0")
+    file.write_text(f"{first}[[environments]]{own}{OTHERS.replace('9', '8')}[trainer]{rest}")
+    environments = load_settings(str(file), ["--resume"], file.parent).environments
+    assert [one.args for one in environments] == [{"max_names": 5}, {"digits": 3}, {"length": 8}]
+    assert [one.weight for one in environments] == [1.0, 1.0, 2.0]
+    file.write_text(f"{first}{OTHERS}[trainer]{rest}")
+    environments = load_settings(str(file), ["--resume"], file.parent).environments
+    assert [one.args for one in environments] == [{"digits": 3}, {"length": 9}]
+
+
 def test_an_environment_added_in_the_file_is_told_by_all_that_it_brings(file: Path) -> None:
-    start(file)
+    start(file, "--environment.args.max_names", "3")
     file.write_text(FILE + '[[environments]]\nname = "arithmetic"\nid = "sums"\n')
     changes = resumed(file)
     assert changes["environments.1.name"] == (None, "arithmetic")

@@ -19,6 +19,7 @@ LOSS_NAME = ("trainer", "loss", "name")
 _FIRST = frozenset({("environment",), ("environment", "name"), LOSS_NAME})
 """What decides which settings of the file's are left is laid over it before the others."""
 _LOSSES = kinds_in(LossSettings)
+_OF_ONE_ENVIRONMENT = frozenset({"args", "data", "eval_data", "eval_tasks", "id"})
 _OWN_NAMES = {"rewards": 1, "args": 2, "vllm": 2}
 """How far behind one of these the names are users' own; arguments themselves are Python's, which have no dash."""
 _UNSET = object()
@@ -123,13 +124,20 @@ def apply_overrides(table: Table, overrides: dict[tuple[str, ...], Any]) -> Tabl
 
 def _forget_loss(table: Table, name: Any) -> None:
     trainer = table.get("trainer")
-    loss = trainer.get("loss") if isinstance(trainer, dict) else None
-    if not isinstance(loss, dict):
-        return
-    former, chosen = loss.get("name", DEFAULT_LOSS), DEFAULT_LOSS if name is _UNSET else name
-    if former != chosen:
-        for belonging in [key for key in loss if not _stays(key, _loss(former), _loss(chosen))]:
-            del loss[belonging]
+    if isinstance(trainer, dict) and isinstance(loss := trainer.get("loss"), dict):
+        trainer["loss"] = kept_by_loss(loss, DEFAULT_LOSS if name is _UNSET else name)
+
+
+def kept_by_loss(loss: Table, name: object) -> Table:
+    """Those of a loss's settings that mean the same with the loss `name` in its place.
+
+    >>> kept_by_loss({"name": "dapo", "clip_low": 0.2, "entropy": 0.01}, "cispo")
+    {'name': 'dapo', 'entropy': 0.01}
+    """
+    former = loss.get("name", DEFAULT_LOSS)
+    if former == name:
+        return loss
+    return {key: value for key, value in loss.items() if _stays(key, _loss(former), _loss(name))}
 
 
 def _loss(name: object) -> type[BaseModel]:
@@ -156,10 +164,20 @@ def _override_environment(table: Table, key: tuple[str, ...], value: Any) -> Non
             f"--{'.'.join(given)} edits the only environment, but there are {len(environments)}: "
             f"write --{'.'.join(path)}"
         )
-    if key == ("name",) and value != environments[0].get("name"):
-        for belonging in ("args", "data", "eval_data", "eval_tasks", "id"):
-            environments[0].pop(belonging, None)
+    if key == ("name",):
+        environments[0] = kept_by_environment(environments[0], value)
     _set(table, path, value, given)
+
+
+def kept_by_environment(environment: Table, name: object) -> Table:
+    """Those of an environment's settings that hold with `name` in its place: not its arguments and data.
+
+    >>> kept_by_environment({"name": "arithmetic", "args": {"digits": 3}, "group_size": 8}, "reverse-text")
+    {'name': 'arithmetic', 'group_size': 8}
+    """
+    if environment.get("name") == name:
+        return environment
+    return {key: value for key, value in environment.items() if key not in _OF_ONE_ENVIRONMENT}
 
 
 def _set(table: Any, path: tuple[str, ...], value: Any, full: Key) -> None:

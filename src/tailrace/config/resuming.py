@@ -8,14 +8,14 @@ runs/<name>/modules_folder.txt  where that file was: modules beside it are found
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import NoneType
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple, get_args, get_origin
 
 import tomli_w
 
-from tailrace.config.overrides import LOSS_NAME
+from tailrace.config.overrides import LOSS_NAME, kept_by_environment, kept_by_loss
 from tailrace.config.problems import dotted, validated
 from tailrace.config.ray import RaySettings
 from tailrace.config.restarts import RestartSettings
@@ -53,6 +53,7 @@ _OF_ONE_PLACE = frozenset(
 """Settings that say how a run's work is spread, what is kept of it, how long is waited for what and who is told, and
 change nothing of what it learns: a resume may have others."""
 
+_ENVIRONMENTS = ("environments",)
 _UNSET = "unset"
 
 
@@ -80,7 +81,10 @@ def _without_starts(table: Table, prefix: str = "") -> Table:
 
 
 def _edited(own: Any, before: Any, now: Any, path: Key = ()) -> Any:
-    """`own` with what changed from `before` to `now`; None is what is absent. Another loss is taken as it is.
+    """`own` with what changed from `before` to `now`; None is what is absent.
+
+    A loss or environment that the file exchanged is taken as it is. Where the start had exchanged it, only what both
+    know counts.
 
     >>> _edited({"a": 1, "b": {"c": 2}}, {"b": {"c": 7, "d": 4}}, {"b": {"c": 7, "d": 5}})
     {'a': 1, 'b': {'c': 2, 'd': 5}}
@@ -90,22 +94,52 @@ def _edited(own: Any, before: Any, now: Any, path: Key = ()) -> Any:
     if isinstance(own, dict) and (now is not None or _is_always_there(path)):
         before, now = ({} if one is None else one for one in (before, now))
     if all(isinstance(one, dict) for one in (own, before, now)):
-        if path == LOSS_NAME[:-1] and before.get("name", DEFAULT_LOSS) != now.get("name", DEFAULT_LOSS):
-            return now
+        if kept_by := _kept_by(path):
+            name, was, becomes = (one.get("name", DEFAULT_LOSS) for one in (own, before, now))
+            if was != becomes:
+                return now
+            before, now = kept_by(before, name), kept_by(now, name)
         keys = dict.fromkeys([*own, *now])
         edited = {key: _edited(own.get(key), before.get(key), now.get(key), (*path, key)) for key in keys}
         return {key: value for key, value in edited.items() if value is not None}
-    lists = [value for value in (own, before, now) if isinstance(value, list)]
-    if len(lists) == 3 and len({*map(len, lists)}) == 1:
-        entries = enumerate(zip(own, before, now, strict=True))
-        return [_edited(*entry, (*path, index)) for index, entry in entries]
+    if all(isinstance(one, list) for one in (own, before, now)) and len(own) == len(before):
+        if path == _ENVIRONMENTS:
+            own, before = _in_order_of(now, before, own)
+        if len(now) == len(before):
+            entries = enumerate(zip(own, before, now, strict=True))
+            return [_edited(*entry, (*path, index)) for index, entry in entries]
     return now
 
 
+def _kept_by(path: Key) -> Callable[[Table, object], Table] | None:
+    """What another loss or environment keeps of the one there; None elsewhere."""
+    if path == LOSS_NAME[:-1]:
+        return kept_by_loss
+    return kept_by_environment if path[:-1] == _ENVIRONMENTS else None
+
+
+def _in_order_of(now: list[Any], before: list[Any], own: list[Any]) -> tuple[list[Any], list[Any]]:
+    """The run's environments and the file's of then, each where the file has it now; None where that is a new one.
+
+    >>> _in_order_of([{"name": "c"}, {"name": "b"}], [{"name": "a"}, {"name": "b"}], [{"name": "a"}, {"name": "d"}])
+    ([None, {'name': 'd'}], [None, {'name': 'b'}])
+    """
+    places = {_label(environment): place for place, environment in enumerate(before)}
+    found = [places.get(_label(environment)) for environment in now]
+    of_run, of_file = ([None if place is None else one[place] for place in found] for one in (own, before))
+    return of_run, of_file
+
+
+def _label(environment: Any) -> str:
+    return str(environment.get("id") or environment.get("name")) if isinstance(environment, dict) else ""
+
+
 def _is_always_there(path: Key) -> bool:
-    """Whether a run has the section, though no file names it: without it, others of its settings stay as they are."""
+    """Whether a run has the table, though no file names it: without it, others of its settings stay as they are."""
     place = end_of(RunSettings, path)
-    return bool(place.section or place.kinds) and not (place.field and NoneType in get_args(place.field.annotation))
+    annotation = place.field.annotation if place.field else None
+    is_table = bool(place.section or place.kinds) or get_origin(annotation) is dict
+    return is_table and NoneType not in get_args(annotation)
 
 
 def module_folders(settings_file: Path) -> list[Path]:
