@@ -78,7 +78,7 @@ TRL_TUNED = {
     "fixed-float32": Tuning(micro_batch=16),
     "fixed-bfloat16": replace(TRL_ON_POLICY, steps_per_generation=32, attention="eager"),
 }
-"""The best of `trl_sweep.py`: of natural stops on the older AMD (2026-11-28), of fixed lengths on the newer (2026-11-22).
+"""The best of `trl_sweep.py`: of natural stops on the older AMD (2026-11-28), of fixed lengths on the newer (11-22).
 
 See docs/benchmarks.md.
 """
