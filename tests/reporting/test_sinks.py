@@ -234,6 +234,14 @@ def test_at_the_end_a_slow_disk_is_waited_for_as_long_as_it_finishes_what_it_is_
     assert [row["step"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [*range(30)]
 
 
+def test_at_an_end_that_is_in_a_hurry_a_slow_disk_is_waited_for_no_longer_than_it_may() -> None:
+    writer = BackgroundWriter()
+    for _ in range(100):
+        writer.submit(lambda: time.sleep(0.02))
+    writer.close(timeout_s=1.0, limit_s=0.1)
+    assert writer.dropped > 0
+
+
 @pytest.mark.parametrize("queue_records", [3, 256], ids=["full", "with room"])
 def test_at_the_end_what_waits_for_a_disk_that_hangs_is_counted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, queue_records: int

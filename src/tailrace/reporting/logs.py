@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import logging
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -34,7 +35,7 @@ class Terminal(enum.StrEnum):
     """It belongs to another process."""
 
 
-class _LineHandler(logging.Handler):
+class _LineHandler(logging.Handler, ABC):
     """Takes messages as text. One that cannot be made into text never fails who logs it."""
 
     @override
@@ -46,9 +47,9 @@ class _LineHandler(logging.Handler):
         else:
             self.keep(text)
 
+    @abstractmethod
     def keep(self, text: str) -> None:
         """One message, without the end of its last line."""
-        raise NotImplementedError
 
 
 class RecentLines(_LineHandler):

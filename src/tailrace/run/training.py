@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 from collections.abc import AsyncIterator, Callable, Mapping
 from functools import partial
@@ -78,6 +79,8 @@ _HURRIED = (ExitCode.TERMINATED, ExitCode.PREEMPTED)
 _DROPPED = "sinks/dropped_records"
 _LARGEST_WRITE_S = 60.0
 """At the end of a run: a disk that has not finished a file by then, of a large batch's tokens perhaps, hangs."""
+_HURRIED_WRITES_S = 10.0
+"""For all that waits for the disk, where whoever asked for the end waits for no more than the last save."""
 _PACKAGES = ("tailrace", "torch", "transformers", "numpy")
 
 
@@ -291,7 +294,8 @@ def _end_without_folder(run: ComposedRun, live: LiveView, abort: Callable[[ExitC
 async def _sum_up(run: ComposedRun, ended: TrainerEnded, exit_code: int) -> RunSummary:
     """The run in figures, once everything else is written."""
     run.observer.write_rest(max(ended.step, run.orchestrator.step))
-    await asyncio.to_thread(run.writer.close, _LARGEST_WRITE_S)
+    limit_s = _HURRIED_WRITES_S if exit_code in _HURRIED else math.inf
+    await asyncio.to_thread(run.writer.close, _LARGEST_WRITE_S, limit_s=limit_s)
     writer, orchestrator, ground, observer = run.writer, run.orchestrator, run.ground, run.observer
     summary = RunSummary(
         name=ground.settings.name,

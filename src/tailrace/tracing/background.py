@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextvars
 import logging
+import math
 import queue
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -42,26 +44,27 @@ class BackgroundWriter:
         if self.dropped == 1:
             _logger.warning("the disk is slower than this run: records are dropped (counted in sinks/dropped_records)")
 
-    def close(self, timeout_s: float = 10.0) -> bool:
-        """Take no more jobs, and finish those that wait for as long as one ends within every `timeout_s`.
+    def close(self, timeout_s: float = 10.0, *, limit_s: float = math.inf) -> bool:
+        """Take no more jobs, and finish those that wait for as long as one ends within every `timeout_s`, and `limit_s`
+        at most.
 
         Blocks: call it off the loop. True when all was done; else what was not is counted as dropped.
         """
         if not self._closed:
             self._closed = True
-            if not self._finish(timeout_s):
-                self._give_up(timeout_s)
+            if not self._finish(min(timeout_s, limit_s), time.monotonic() + limit_s):
+                self._give_up(min(timeout_s, limit_s))
         return not self._thread.is_alive()
 
-    def _finish(self, timeout_s: float) -> bool:
+    def _finish(self, timeout_s: float, until_s: float) -> bool:
         try:
             self._jobs.put(None, timeout=timeout_s)
         except queue.Full:
             return False
         seen = -1
-        while self._thread.is_alive() and seen != self._ended:
+        while self._thread.is_alive() and seen != self._ended and (left_s := until_s - time.monotonic()) > 0:
             seen = self._ended
-            self._thread.join(timeout_s)
+            self._thread.join(min(timeout_s, left_s))
         return not self._thread.is_alive()
 
     def _give_up(self, timeout_s: float) -> None:
@@ -71,7 +74,9 @@ class BackgroundWriter:
                 lost += self._jobs.get_nowait() is not None
         self._jobs.put_nowait(None)  # should that one end after all
         self.dropped += lost
-        _logger.warning("the disk has finished no write for %.0f s: what waits for it is dropped (%d)", timeout_s, lost)
+        _logger.warning(
+            "the disk has not finished its writes within %.0f s: what waits for it is dropped (%d)", timeout_s, lost
+        )
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
