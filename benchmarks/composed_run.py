@@ -10,8 +10,6 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from tailrace.batching import FormedBatch
 from tailrace.config import RunSettings
 from tailrace.lifecycle.garbage import hold_old_objects
@@ -53,9 +51,9 @@ class Marks:
 
     @property
     def cpu_s_per_rollout(self) -> float:
-        """Median over steps."""
-        pairs = zip(self._marks[:-1], self._marks[1:], strict=True)
-        return float(np.median([(after[0] - before[0]) / (after[1] - before[1]) for before, after in pairs]))
+        """From the end of the first step to that of the last: steps that end together share what one of them took."""
+        (since_s, before), (until_s, after) = self._marks[0], self._marks[-1]
+        return (until_s - since_s) / (after - before)
 
 
 async def run_composed(

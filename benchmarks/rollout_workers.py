@@ -7,8 +7,9 @@ does no work in processes of their own, and agents in 1 or 2 workers. `workers-N
 turn with 10 ms of Python work. `in-flight-4096`: as many rollouts of one turn over 2 workers.
 
 `scaling` is the rate over that of `workers-1`. `orchestrator_cpu_s_per_turn` is user and system time of the
-orchestrator's process over the turns of trained rollouts, the median over steps: requests, scheduling, batches and
-files counted with it. `loop_lag_max_s` is how much later than asked a sleeping task of its event loop went on.
+orchestrator's process over the turns of trained rollouts, from the end of the first step to that of the last: requests,
+scheduling, batches and files counted with it. `loop_lag_max_s` is how much later than asked a sleeping task of its
+event loop went on.
 """
 
 from __future__ import annotations

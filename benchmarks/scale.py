@@ -51,7 +51,7 @@ from tailrace.simulation.settings import EngineSettings, LoadSettings, ModelledT
 from tailrace.simulation.trainer import ModelledTrainer
 from tailrace.simulation.virtual_time import VirtualTimeLoop
 
-REPLICAS = (8, 64, 1024)
+REPLICAS = (8, 64, 256, 1024)
 QUICK = (8, 64)
 SLOTS, GROUP_SIZE = 256, 8
 WARMUP_STEPS = 2

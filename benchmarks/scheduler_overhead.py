@@ -13,11 +13,12 @@ trainer in that process, which says by the event log that the step ended; the sc
 process, its threads included, but not of the other one.
 
 Counted once that many run; the lag of the loop is that of the whole run, the first burst of admissions included.
-`cpu_s_per_rollout` is user and system time of the process over trained rollouts, the median over steps; what the
-stand-in for the engine costs is counted with it. `loop_lag_max_s` is how much later than asked a sleeping task went on,
-neighbours on the machine included; `loop_turn_max_s` is the most CPU time that one turn of the event loop took. Rewards
-differ inside every group, so that everything is trained on. A batch is a quarter of what is in flight, or 256 rollouts
-where that is less. Old objects are held from the garbage collector and memory is reserved, as in a run.
+`cpu_s_per_rollout` is user and system time of the process over trained rollouts, from the end of the first step to that
+of the last; what the stand-in for the engine costs is counted with it. `loop_lag_max_s` is how much later than asked a
+sleeping task went on, neighbours on the machine included; `loop_turn_max_s` is the most CPU time that one turn of the
+event loop took. Rewards differ inside every group, so that everything is trained on. A batch is a quarter of what is in
+flight, or 256 rollouts where that is less. Old objects are held from the garbage collector and memory is reserved, as
+in a run.
 """
 
 from __future__ import annotations
