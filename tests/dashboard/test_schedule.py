@@ -106,6 +106,18 @@ def test_a_rollout_in_flight_says_what_it_waits_for(tmp_path: Path) -> None:
     }
 
 
+def test_a_rollout_whose_worker_was_lost_is_in_flight_no_longer(tmp_path: Path) -> None:
+    made = MadeRun(folder=tmp_path / "run", steps=6)
+    made.write_steps(6)
+    made.write_trace(joined=False)
+    lost = "sort/train/900#9.0.0"
+    _append_span(made.folder / "trace" / "generator.events", "request", 109.4, f'"request":"{lost}/0/1"')
+    _append_span(made.folder / "trace" / "orchestrator.events", "wait_for_worker", 109.5, f'"rollout":"{lost}"')
+    schedule = RunData(made.folder).schedule(None, None)
+    assert schedule is not None
+    assert not any(one.waits_for.startswith("its environment") for one in schedule.waiting)
+
+
 def _append_span(part: Path, name: str, ended_s: float, about: str = "") -> None:
     """Of half a second, as `TraceWriter` writes one."""
     with part.open("a") as file:

@@ -328,11 +328,14 @@ def group_of(rollout_id: str) -> str:
 def waiting_in(trace: TraceSpans, recorded: Mapping[str, RolloutRow]) -> list[Waiting]:
     """Rollouts that were seen and are in no step's file: what each waits for, the longest first.
 
-    A rollout's own span is written when it ends, so that those in flight are known by their requests. `recorded` are
-    those of the newest files: what ended before them is in older ones.
+    A rollout's own span is written when it ends, so that those in flight are known by their requests; where an agent
+    worker did not live to write it, the orchestrator's tells of its end. `recorded` are those of the newest files: what
+    ended before them is in older ones.
     """
     end = trace.bounds()[1]
-    ended = {trace.texts.get(place, ""): ended for place, _, ended in trace.each(trace.named("rollout"))}
+    ended = {
+        trace.texts.get(place, ""): ended for place, _, ended in trace.each(trace.named("rollout", "wait_for_worker"))
+    }
     traced = trace.named("rollout", *_PARTS)
     full_at = trace.ended_s[traced].max(initial=0.0) + _FULL_AFTER_S
     in_flight: dict[str, tuple[float, str]] = {}

@@ -13,7 +13,7 @@ from typing import Any
 from tailrace.environments import AgentResult, EnvironmentSpec, ScoreGroup
 from tailrace.environments.outside import AnswerClient
 from tailrace.errors import RequestRefused, RolloutError, SettingsError
-from tailrace.records import Generate, Group, GroupId, Rollout, RolloutId, SamplingParams, Task
+from tailrace.records import Generate, Group, GroupId, Json, Rollout, RolloutId, SamplingParams, Task
 from tailrace.rollouts.agent_workers import AgentWorkers, PlayedRollout, WorkerPlace, WorkerWatch
 from tailrace.rollouts.agent_workers.messages import ScoredBy
 from tailrace.rollouts.chat.rendering import ChatRenderer, Renderer, RendererSource
@@ -212,8 +212,7 @@ class Rollouter:
         self._failures.started += 1
         has_ended = False
         try:
-            with phase("rollout", track="rollouts", about={"rollout": rollout_id, "attempt": attempt}):
-                await self._play(rollout, environment)
+            await self._play(rollout, environment)
             has_ended = True
         except (RolloutError, RequestRefused) as error:
             if isinstance(error, RolloutError) and error.is_blameless:
@@ -268,17 +267,22 @@ class Rollouter:
             )
 
     async def _play(self, rollout: Rollout, environment: LoadedEnvironment) -> None:
-        """Play a rollout where its environment belongs, then score it, within one limit."""
+        """Play a rollout where its environment belongs, then score it, within one limit.
+
+        The phases `rollout` and `score` are those of the process that plays it: this one, or an agent worker.
+        """
         agents = await self._workers_of(environment)
-        if agents is None:
-            await self._play_here(rollout, environment)
-            return
-        played = await self._play_apart(agents, rollout, environment)
+        about: dict[str, Json] = {"rollout": rollout.rollout_id, "attempt": rollout.attempt}
+        with phase("rollout" if agents is None else "wait_for_worker", track="rollouts", about=about):
+            if agents is None:
+                await self._play_here(rollout, environment)
+                return
+            played = await self._play_apart(agents, rollout, environment)
 
-        async def scored(rollout: Rollout, reported: AgentResult) -> AgentResult:
-            return played.scored_or_raise()
+            async def scored(rollout: Rollout, reported: AgentResult) -> AgentResult:
+                return played.scored_or_raise()
 
-        await self._score(rollout, environment.spec, played.reported, scored)
+            await self._score(rollout, environment.spec, played.reported, scored)
 
     async def _play_apart(
         self, agents: AgentWorkers, rollout: Rollout, environment: LoadedEnvironment
@@ -329,15 +333,15 @@ class Rollouter:
         async def scored(rollout: Rollout, reported: AgentResult) -> AgentResult:
             return await self._player.score(rollout, reported, environment)
 
-        await self._score(rollout, environment.spec, reported, scored)
+        with phase("score"):
+            await self._score(rollout, environment.spec, reported, scored)
 
     async def _score(
         self, rollout: Rollout, spec: EnvironmentSpec, reported: AgentResult, scored: ScoreRollout
     ) -> None:
         """Set the reward: what was reported, or what reward functions, where there are some, say in its place."""
         functions = scored if spec.scores_rollouts else None
-        with phase("score"):
-            await self._scorer.score_rollout(rollout, reported, functions, is_group_scored=spec.scores_groups)
+        await self._scorer.score_rollout(rollout, reported, functions, is_group_scored=spec.scores_groups)
 
     async def _workers_of(self, environment: LoadedEnvironment) -> AgentWorkers | None:
         """Those that play its rollouts; None where that is here."""

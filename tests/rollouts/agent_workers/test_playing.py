@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +13,11 @@ import pytest
 from tailrace.errors import BudgetExceeded, EngineFailed, EnvironmentFailed, RequestRefused
 from tailrace.records import Branch, Rollout
 from tailrace.rollouts import ChatRenderer
+from tailrace.rollouts.agent_workers import WorkerWatch
+from tailrace.tracing.phases import PhaseRecorder
+from tailrace.tracing.traces import TraceWriter, join_trace
 from tests.rollouts.agent_workers.played import Run
+from tests.support.chrome_trace import crossings, read_trace, spans
 
 TIMES = ("environment_s", "generate_s", "score_s")
 
@@ -139,3 +144,18 @@ async def test_phases_and_lag_of_a_worker_are_told_while_it_runs(renderer: ChatR
             await asyncio.sleep(0.05)
             taken.update({name: usage.count for name, usage in run.agents.flush_phases().items()})
         assert (taken["render"], taken["generate"], taken["environment"]) == (2, 2, 1)
+
+
+async def test_a_rollout_is_one_in_the_trace_and_scored_once(renderer: ChatRenderer, tmp_path: Path) -> None:
+    parts = tmp_path / "trace"
+    trace = TraceWriter(parts, "orchestrator", max_bytes=1_000_000)
+    with PhaseRecorder(trace).recording():
+        async with Run(renderer, "agents", "graded", watch=WorkerWatch(None, parts, 1_000_000)) as run:
+            await asyncio.gather(run.rollout(), run.rollout(name="graded"))
+    trace.close()
+    join_trace(parts, tmp_path / "trace.json")
+    events = read_trace(tmp_path / "trace.json")
+    for name in ("rollout", "wait_for_worker"):
+        assert sorted(span["args"]["rollout"] for span in spans(events, name)) == ["agents-0", "graded-1"]
+    assert len(spans(events, "score")) == 1  # the other one's agent brought its reward
+    assert crossings(events) == []
