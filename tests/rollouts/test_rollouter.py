@@ -388,6 +388,32 @@ async def test_cancelling_a_rollout_is_never_swallowed(renderer: ChatRenderer) -
         await running
 
 
+@pytest.mark.parametrize("how", ["fails", "outlives its limit", "is cancelled"])
+async def test_how_long_a_lost_rollout_took_is_known(renderer: ChatRenderer, how: str) -> None:
+    has_begun = asyncio.Event()
+
+    async def agent(task: Task, policy: Policy) -> float:
+        await asyncio.sleep(0.01)
+        has_begun.set()
+        if how == "fails":
+            raise ValueError("in the end")
+        await asyncio.Event().wait()
+        return 1.0
+
+    settings, spec, took_s = RolloutSettings(max_tokens=32, timeout_s=0.1), spec_of(agent), list[float]()
+    generate = ScriptedGenerate(renderer.tokenizer, [])
+    async with Rollouter(settings, loaded(spec, settings=settings), renderer=renderer, generate=generate) as rollouter:
+        runner = rollouter.runner(on_lost=lambda lost: took_s.append(lost.ended_s - lost.started_s))
+        running = asyncio.create_task(
+            runner.run(spec.train_task(0), rollout_id=RolloutId("r0"), group_id=GroupId("g0"))
+        )
+        await has_begun.wait()
+        if how == "is cancelled":
+            running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+    assert [one > 0.005 for one in took_s] == [True]
+
+
 async def test_an_environment_that_returns_no_observation_is_told(renderer: ChatRenderer) -> None:
     class Wrong(Sorting):
         async def step(self, reply: Message) -> Observation:

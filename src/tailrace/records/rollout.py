@@ -97,6 +97,7 @@ class Rollout:
     started_s: float = 0.0
     """Event-loop time at admission."""
     ended_s: float = 0.0
+    """When it finished, failed or was cancelled; 0 while it runs."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Sums over the rollout: `drifted_turns`, `realigned_turns`, `rewritten_turns`, `generate_s`, `score_s`, ..."""
     attempt: int = 0

@@ -221,12 +221,12 @@ class Rollouter:
                 self._failures.fail(error)
             raise
         finally:
+            rollout.ended_s = clock()
             if not has_ended and self._on_lost is not None:
                 self._on_lost(rollout)
             if self._on_ended is not None:
                 self._on_ended(rollout_id)
         leave_out_empty_branches(rollout)
-        rollout.ended_s = clock()
         return rollout
 
     async def score(self, group: Group) -> list[Group]:
