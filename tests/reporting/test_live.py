@@ -5,6 +5,8 @@ import io
 import logging
 import math
 import re
+import unicodedata
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -99,6 +101,20 @@ def test_a_conversation_is_cut_to_the_rows_that_are_left() -> None:
     assert "…" in text
     assert "\x1b" not in text
     assert "\u202e" not in text
+
+
+def test_of_a_long_conversation_only_what_fits_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_at: Counter[str] = Counter()
+
+    def category(character: str) -> str:
+        looked_at[character] += 1
+        return "Ll"
+
+    said = [a_message("assistant", "word " * 1200) for _ in range(200)]
+    view = replace(a_view(), sample=a_rollout(38, 0, 0.75, said).rollout)
+    monkeypatch.setattr(unicodedata, "category", category)
+    assert "word word" in text_of(view, 160, 50)
+    assert looked_at.total() < 50 * 160
 
 
 @pytest.mark.parametrize("width", [80, 160, 200])

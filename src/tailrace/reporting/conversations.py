@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -51,15 +51,18 @@ def conversation(chosen: ChosenRollout) -> Conversation:
     )
 
 
-def conversation_lines(rollout: Rollout) -> str:
-    """A rollout for the terminal: its task and reward, then every message on a line of its own."""
+def conversation_lines(rollout: Rollout) -> Iterator[str]:
+    """A rollout for the terminal: its task and reward, then every message on a line of its own.
+
+    Each is made when it is asked for: a screen has room for few of them.
+    """
     reward = NOTHING if rollout.reward is None else f"{rollout.reward.value:.3f}"
-    lines = [f"{rollout.task.task_id}: reward {reward}"]
-    for bubble in [_bubble(dict(message)) for message in rollout.messages]:
+    yield f"{rollout.task.task_id}: reward {reward}"
+    for message in rollout.messages:
+        bubble = _bubble(dict(message), _TERMINAL_CHARACTERS)
         calls = [f"{name}({arguments})" for name, arguments in bubble.tool_calls]
         said = _LINE_BREAK.join(filter(None, [bubble.reasoning, bubble.text, *calls])).replace("\n", _LINE_BREAK)
-        lines.append(f"  {bubble.role:9}  {said[:_TERMINAL_CHARACTERS]}{'…' * (len(said) > _TERMINAL_CHARACTERS)}")
-    return "\n".join(lines)
+        yield f"  {bubble.role:9}  {said[:_TERMINAL_CHARACTERS]}{'…' * (len(said) > _TERMINAL_CHARACTERS)}"
 
 
 def message_text(message: dict[str, Json]) -> str:
@@ -92,28 +95,29 @@ def _facts(chosen: ChosenRollout) -> list[tuple[str, str]]:
     ]
 
 
-def _bubble(message: dict[str, Json]) -> Bubble:
+def _bubble(message: dict[str, Json], most: int = _MESSAGE_CHARACTERS) -> Bubble:
+    """Of each of its parts `most` characters."""
     calls = message.get("tool_calls")
     return Bubble(
         role=str(message.get("role", "")),
-        text=readable(message.get("content")),
-        reasoning=readable(message.get("reasoning_content")),
-        tool_calls=[_tool_call(call) for call in calls] if isinstance(calls, list) else [],
+        text=readable(message.get("content"), most),
+        reasoning=readable(message.get("reasoning_content"), most),
+        tool_calls=[_tool_call(call, most) for call in calls] if isinstance(calls, list) else [],
     )
 
 
-def _tool_call(call: Json) -> tuple[str, str]:
+def _tool_call(call: Json, most: int) -> tuple[str, str]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict):
-        return "tool call", pretty(call)
-    arguments = function.get("arguments", "")
-    return readable(function.get("name")), readable(arguments) if isinstance(arguments, str) else _short_json(arguments)
+        return "tool call", pretty(call, most)
+    name, arguments = readable(function.get("name"), most), function.get("arguments", "")
+    return name, readable(arguments, most) if isinstance(arguments, str) else _short_json(arguments, most)
 
 
-def readable(value: Json) -> str:
+def readable(value: Json, most: int = _MESSAGE_CHARACTERS) -> str:
     """Text for the page: control characters made visible, very long texts cut, saying how much was left out."""
     text = "" if value is None else str(value)
-    cut = text[:_MESSAGE_CHARACTERS]
+    cut = text[:most]
     shown = "".join(character if _is_printable(character) else _escape(character) for character in cut)
     rest = len(text) - len(cut)
     return shown + (f"\n… and {rest:,} more characters" if rest else "")
@@ -128,11 +132,11 @@ def _escape(character: str) -> str:
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
 
 
-def _short_json(value: Json) -> str:
-    compact = readable(msgspec.json.encode(value).decode("utf-8", "replace"))
-    return compact if len(compact) <= _LINE_CHARACTERS else pretty(value)
+def _short_json(value: Json, most: int) -> str:
+    compact = readable(msgspec.json.encode(value).decode("utf-8", "replace"), most)
+    return compact if len(compact) <= _LINE_CHARACTERS else pretty(value, most)
 
 
-def pretty(value: Json) -> str:
+def pretty(value: Json, most: int = _MESSAGE_CHARACTERS) -> str:
     """A value as indented JSON."""
-    return readable(msgspec.json.format(msgspec.json.encode(value), indent=2).decode("utf-8", "replace"))
+    return readable(msgspec.json.format(msgspec.json.encode(value), indent=2).decode("utf-8", "replace"), most)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import textwrap
 from collections.abc import Sequence
@@ -258,11 +259,8 @@ def _curve(label: str, curve: Curve, width: int, rows: int, style: str) -> Text:
 
 def _conversation(rollout: Rollout, width: int, rows: int) -> RenderableType:
     """A rollout of the newest step, message by message, cut to `rows`."""
-    lines = [
-        line
-        for message in conversation_lines(rollout).split("\n")
-        for line in textwrap.wrap(message, width - 4, subsequent_indent=" " * 13, replace_whitespace=False)
-    ]
+    wrapped = (textwrap.wrap(line, width - 4, subsequent_indent=" " * 13) for line in conversation_lines(rollout))
+    lines = [*itertools.islice(itertools.chain.from_iterable(wrapped), rows + 1)]
     if len(lines) > rows:
         lines[rows - 1 :] = ["  …"]
     return Padding(Text("\n".join(lines), style=_LABEL, no_wrap=True, overflow="crop"), (0, 2))

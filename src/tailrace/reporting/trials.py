@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -120,9 +120,9 @@ def _group_text(group: TriedGroup, decode: Callable[[Sequence[int]], str], *, to
         lines.append(f"prompt of {len(prompt)} tokens")
         lines.append(_indented(_token_list(prompt, decode) if tokens else _cut(readable(decode(prompt.tolist())))))
     for rollout in group.finished:
-        lines += [conversation_lines(rollout), _indented(" · ".join([*_components(rollout), *_times(rollout)]))]
+        lines += [*conversation_lines(rollout), _indented(" · ".join([*_components(rollout), *_times(rollout)]))]
     for failure in group.failures:
-        said = [] if failure.rollout is None else [conversation_lines(failure.rollout)]
+        said: Iterable[str] = () if failure.rollout is None else conversation_lines(failure.rollout)
         lines += [*said, _indented(f"failed ({failure.reason}): {_first_line(readable(failure.message))}")]
     return "\n".join(lines)
 

@@ -129,7 +129,7 @@ def _mean(result: EvaluationResult) -> str:
 def evaluation_samples(evaluations: list[EnvironmentEvaluation], count: int) -> str:
     """The sampled conversations of the first `count` tasks of every environment."""
     shown = [rollout for evaluation in evaluations for rollout in evaluation.result.rollouts[:count]]
-    return "\n\n".join(conversation_lines(rollout) for rollout in shown)
+    return "\n\n".join("\n".join(conversation_lines(rollout)) for rollout in shown)
 
 
 def evaluation_json(evaluations: list[EnvironmentEvaluation]) -> str:
