@@ -19,6 +19,7 @@ from tailrace.records import (
     SessionId,
 )
 from tailrace.replay.capture import CaptureWriter
+from tailrace.reporting.advice import HISTORY, advice
 from tailrace.reporting.observer import RunObserver
 from tailrace.reporting.recording import RunRecorder
 from tailrace.reporting.sinks import JsonlSink, RolloutWriter
@@ -97,6 +98,20 @@ def test_every_outcome_is_counted_with_its_reason() -> None:
     assert metrics["rollout/filtered/zero_spread"] == 1
     assert metrics["rollout/failed_share"] == 0.5
     assert metrics["bias/wasted_tokens"] == filtered.num_completion_tokens
+
+
+def test_what_is_kept_unscored_counts_as_failed_and_names_its_environment() -> None:
+    recorder = RunRecorder()
+    end(recorder, a_group(0.0, 1.0), Outcome.trained(1))
+    judged = a_group(0.0, 0.0)
+    for rollout in judged.rollouts:
+        rollout.reward = None
+    end(recorder, judged, Outcome.filtered("unscored"))
+    metrics = recorder.flush()
+    assert metrics["rollout/failed_share"] == 0.5
+    assert metrics["environment/alphabet-sort/failed/unscored"] == 2
+    (found,) = advice([metrics] * HISTORY)
+    assert found.seen == "50 % of rollouts ended without a reward, most of them alphabet-sort: unscored"
 
 
 def test_tokens_that_are_not_trained_on_are_counted_by_reason_and_environment() -> None:

@@ -13,6 +13,7 @@ from typing_extensions import override
 from tailrace.batching import SampledGroup
 from tailrace.records import BatchSummary, Completion, Group, Outcome, Reward, Rollout, RolloutId, TerminalState
 from tailrace.reporting.metrics import MetricsAccumulator
+from tailrace.scheduling import UNSCORED
 
 _OF_ROLLOUTS = {
     name: f"rollout/{name}"
@@ -147,14 +148,16 @@ class RunRecorder(MetricsAccumulator):
 
     def rollout_ended(self, rollout_id: RolloutId, rollout: Rollout | None, outcome: Outcome) -> None:
         """A rollout is terminal; None where it was lost."""
-        failed = outcome.state is TerminalState.FAILED
-        self.add("rollout/failed_share", float(failed))
+        is_unscored = outcome.reason == UNSCORED
+        self.add("rollout/failed_share", float(is_unscored or outcome.state is TerminalState.FAILED))
         trained = outcome.state is TerminalState.TRAINED
         self.add("rollout/trained" if trained else f"rollout/{outcome.state}/{outcome.reason}", 1)
         if rollout is None:
             self.bias.lost(rollout_id)
             return
         self.bias.ended(rollout, outcome)
+        if is_unscored:
+            self.add(f"environment/{rollout.task.environment}/failed/{UNSCORED}", 1)
         if rollout.reward is not None and outcome.state in _REWARDED:
             self._add_reward(rollout.task.environment, rollout.reward, trained=trained)
 

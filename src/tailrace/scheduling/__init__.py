@@ -10,6 +10,7 @@ from tailrace.scheduling.admission import Verdict
 from tailrace.scheduling.base import Scheduler, SchedulerSetup
 from tailrace.scheduling.evaluation import Evaluation, EvaluationResult, Evaluator, evaluate
 from tailrace.scheduling.feed import FeedFigures, FeedScheduler
+from tailrace.scheduling.groups import UNSCORED
 from tailrace.scheduling.ledger import Ledger
 from tailrace.scheduling.mix import EnvironmentFigures, EnvironmentMix
 from tailrace.scheduling.observer import SchedulerObserver, SchedulerStatistics
@@ -18,6 +19,7 @@ from tailrace.scheduling.stream import StreamScheduler
 from tailrace.scheduling.tasks import TaskSource, TaskStream
 
 __all__ = [
+    "UNSCORED",
     "EnvironmentFigures",
     "EnvironmentMix",
     "Evaluation",
