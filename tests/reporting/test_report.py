@@ -163,6 +163,15 @@ def test_best_median_and_worst_come_from_the_newest_steps(run_folder: Path) -> N
     assert chosen[3].record.step == 1
 
 
+def test_files_that_somebody_left_beside_those_of_rollouts_cost_nothing(tmp_path: Path) -> None:
+    write_example_run(tmp_path, steps=12)
+    chosen = choose_rollouts(tmp_path / "rollouts")
+    for name in ("step_000012 copy.jsonl", "step_.jsonl", "step_000012.old.jsonl"):
+        (tmp_path / "rollouts" / name).write_bytes((tmp_path / "rollouts/step_000001.jsonl").read_bytes())
+    assert choose_rollouts(tmp_path / "rollouts") == chosen
+    write_report(tmp_path)
+
+
 def test_tokens_of_an_evaluation_are_none_of_the_step_that_it_was_due_at(tmp_path: Path) -> None:
     write_example_run(tmp_path, steps=12)
     (tmp_path / "tokens").mkdir()

@@ -145,6 +145,16 @@ def test_only_every_nth_step_is_written(tmp_path: Path) -> None:
     assert [record.step for record in read_rollouts(tmp_path)] == [2, 4]
 
 
+def test_rollouts_are_read_in_the_order_of_their_steps(tmp_path: Path) -> None:
+    writer = BackgroundWriter()
+    rollouts = RolloutWriter(tmp_path, writer)
+    for step in (1_000_000, 999_999):
+        rollouts.write(step, [RolloutEntry(a_rollout(), Outcome.trained(step))])
+    assert writer.close()
+    (tmp_path / "step_999999 copy.jsonl").write_bytes((tmp_path / "step_999999.jsonl").read_bytes())
+    assert [record.step for record in read_rollouts(tmp_path)] == [999_999, 1_000_000]
+
+
 def test_a_slow_disk_drops_and_counts_and_never_waits(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     release = threading.Event()
     writer = BackgroundWriter(queue_records=2)

@@ -11,7 +11,7 @@ from typing_extensions import TypeIs
 from tailrace.errors import DataError
 from tailrace.records import Json
 from tailrace.reporting.rollout_records import RolloutRecord
-from tailrace.reporting.sinks import read_jsonl, read_rollouts
+from tailrace.reporting.sinks import read_jsonl, read_rollouts, steps_of_rollouts
 from tailrace.reporting.summary import RunSummary, read_summary
 from tailrace.reporting.tokens import token_files
 
@@ -98,28 +98,23 @@ def choose_rollouts(folder: Path, token_steps: Collection[int] = ()) -> list[Cho
 
     The newest are those of which tokens were written, where there are such.
     """
-    paths = sorted(folder.glob("step_*.jsonl"))
-    with_tokens = [path for path in paths if int(path.stem.removeprefix("step_")) in token_steps]
-    latest = paths[-_NEWEST_FILES:]
-    newest = _scored([path for path in latest if path in with_tokens] or with_tokens[-1:] or latest)
+    steps = steps_of_rollouts(folder)
+    with_tokens = [step for step in steps if step in token_steps]
+    latest = steps[-_NEWEST_FILES:]
+    newest = _scored(folder, [step for step in latest if step in with_tokens] or with_tokens[-1:] or latest)
     if not newest:
         return []
     places = (("Best", len(newest) - 1), ("Median", len(newest) // 2), ("Worst", 0))
     chosen = {newest[place].rollout_id: ChosenRollout(title, newest[place]) for title, place in reversed(places)}
     rollouts = sorted(chosen.values(), key=lambda rollout: -(rollout.record.reward or 0.0))
-    if len(paths) > _NEWEST_FILES and (first := _scored(paths[:1])):
+    if len(steps) > _NEWEST_FILES and (first := _scored(folder, steps[:1])):
         rollouts.append(ChosenRollout("Where it began", first[len(first) // 2]))
     return rollouts
 
 
-def _scored(paths: Sequence[Path]) -> list[RolloutRecord]:
+def _scored(folder: Path, steps: Sequence[int]) -> list[RolloutRecord]:
     """Rollouts with a reward, lowest first; of equal ones the oldest first."""
-    records = [
-        record
-        for path in paths
-        for record in read_rollouts(path.parent, int(path.stem.removeprefix("step_")))
-        if record.reward is not None
-    ]
+    records = [record for step in steps for record in read_rollouts(folder, step) if record.reward is not None]
     return sorted(records, key=lambda record: record.reward or 0.0)
 
 

@@ -150,11 +150,15 @@ def read_jsonl(path: Path) -> list[dict[str, Json]]:
     return [record for line in _lines(path) if isinstance(record := _decoded(line), dict)]
 
 
+def steps_of_rollouts(folder: Path) -> list[int]:
+    """The steps that have a file of rollouts, in order, whatever else lies beside these files."""
+    return sorted({step for path in folder.glob("step_*.jsonl") if (step := step_of_path(path)) is not None})
+
+
 def read_rollouts(folder: Path, step: int | None = None) -> Iterator[RolloutRecord]:
     """The rollouts of one step, or of all of them in order, without lines that a full disk cut short."""
-    paths = sorted(folder.glob("step_*.jsonl")) if step is None else [rollouts_path(folder, step)]
-    for path in paths:
-        for line in _lines(path):
+    for one in steps_of_rollouts(folder) if step is None else [step]:
+        for line in _lines(rollouts_path(folder, one)):
             try:
                 yield decode_line(line)
             except DataError:
