@@ -42,7 +42,10 @@ async def observed_process(
 
 @asynccontextmanager
 async def traced_run(paths: RunPaths, settings: ObservabilitySettings) -> AsyncIterator[None]:
-    """Join the parts that the run's processes wrote into `trace.json`, once all have ended."""
+    """Join the parts that the run's processes wrote into `trace.json`, once all have ended.
+
+    The trace is of this start alone: it takes the place of that of an earlier one.
+    """
     monotonic_to_unix_ns.cache_clear()  # the machine may have slept since the last run of this process
     try:
         if settings.trace_mb:

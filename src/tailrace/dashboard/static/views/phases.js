@@ -50,7 +50,7 @@ function draw(target, found, load) {
   const worst = Object.entries(gaps).sort((a, b) => b[1] - a[1]).filter(([, length]) => length > 0.001);
   replace(target,
     h("div", { class: "bar" }, h("span", { class: "soft" }, "step"), h("button", { disabled: at <= 0, onclick: () => load(found.steps[at - 1]), "aria-label": "Step before", title: "[" }, "‹"), input, h("button", { disabled: at >= found.steps.length - 1, onclick: () => load(found.steps[at + 1]), "aria-label": "Step after", title: "]" }, "›"),
-      h("b", {}, seconds(found.length_s)), h("span", { class: "soft" }, `beginning ${seconds(found.began_s)} into the run`)),
+      h("b", {}, seconds(found.length_s)), h("span", { class: "soft" }, `beginning ${seconds(found.began_s)} into the trace`)),
     h("div", { class: "panel waterfall" }, [...lanes].map(([lane, bars]) => h("div", { class: "lane" }, h("span", { title: lane }, lane), track(bars, found.length_s)))),
     h("div", { class: "axis", style: { padding: "4px 2px 12px 130px" } }, [0, 0.25, 0.5, 0.75, 1].map((share) => h("span", {}, seconds(share * found.length_s)))),
     h("div", { class: "panel scroll" }, h("table", {}, h("thead", {}, h("tr", {}, h("th", {}, "waiting"), h("th", { class: "num" }, "time"), h("th", { class: "num" }, "of the step"))),
