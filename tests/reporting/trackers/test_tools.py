@@ -215,3 +215,27 @@ def test_mlflow_keeps_what_was_written(tmp_path: Path, monkeypatch: pytest.Monke
     )
     assert sum(histograms["histogram/reward"]["counts"]) == 5
     assert not math.isnan(histograms["histogram/reward"]["edges"][0])
+
+
+@pytest.mark.parametrize("how", ["is at another server", "deleted its run"])
+def test_mlflow_begins_a_run_where_a_resume_finds_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    stores = [(tmp_path / name).as_uri() for name in ("first", "second")]
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", stores[0])
+    tell(tmp_path / "run", "mlflow")
+    known = tmp_path / "run/trackers/mlflow/run_id"
+    first = known.read_text()
+    from mlflow.tracking import MlflowClient
+
+    if how == "deleted its run":
+        MlflowClient(tracking_uri=stores[0]).delete_run(first)
+    else:
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", stores[1])
+    tell(tmp_path / "run", "mlflow", is_resumed=True)
+    assert known.read_text() != first
+    run = MlflowClient(tracking_uri=stores[how != "deleted its run"]).get_run(known.read_text())
+    assert (run.info.run_name, run.info.status) == ("story", "FINISHED")
+    assert run.data.params["trainer.learning_rate"] == "0.0001"
+    assert run.data.metrics["reward/mean"] == 0.625

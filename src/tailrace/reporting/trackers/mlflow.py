@@ -6,10 +6,11 @@ import os
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TypeVar
 
 import msgspec
-from mlflow.entities import Metric, Param, RunTag
+from mlflow.entities import LifecycleStage, Metric, Param, RunTag
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 from typing_extensions import override
@@ -30,7 +31,7 @@ _STATUS = {"finished": "FINISHED", "cancelled": "KILLED"}
 
 
 class MlflowTracker(Tracker):
-    """One run of MLflow, whose id is kept in the run's folder."""
+    """One run of MLflow, whose id is kept in the run's folder, for as long as the store has it."""
 
     def __init__(self, run: TrackedRun) -> None:
         uri = os.environ.get("MLFLOW_TRACKING_URI")
@@ -39,18 +40,35 @@ class MlflowTracker(Tracker):
             uri = (run.folder / "mlruns").as_uri()
         self._client = MlflowClient(tracking_uri=uri)
         self._tables: list[dict[str, str]] = []
-        known = run.folder / "run_id"
-        if known.is_file():
-            self._run_id = known.read_text(encoding="utf-8")
-            self._client.update_run(self._run_id, status="RUNNING")
-            return
+        kept = run.folder / "run_id"
+        self._run_id = self._resumed(kept) or self._begun(run, kept)
+
+    def _resumed(self, kept: Path) -> str | None:
+        """The run of an earlier start, which goes on; None where this store has none, or it was deleted there."""
+        if not kept.is_file():
+            return None
+        run_id = kept.read_text(encoding="utf-8")
+        try:
+            known = self._client.get_run(run_id)
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                raise
+            return None
+        if known.info.lifecycle_stage != LifecycleStage.ACTIVE:
+            return None
+        self._client.update_run(run_id, status="RUNNING")
+        return run_id
+
+    def _begun(self, run: TrackedRun, kept: Path) -> str:
+        """A new run, with the settings."""
         experiment = self._experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME") or run.project)
         tags = {"tailrace.run_id": run.run_id, "tailrace.folder": str(run.run_folder)}
-        self._run_id = self._client.create_run(experiment, run_name=run.name, tags=tags).info.run_id
-        known.write_text(self._run_id, encoding="utf-8")
+        run_id = str(self._client.create_run(experiment, run_name=run.name, tags=tags).info.run_id)
+        kept.write_text(run_id, encoding="utf-8")
         params = [Param(_named(name), str(value)[:_VALUE_CHARACTERS]) for name, value in flattened(run.settings)]
         for some in _some(params, _PARAMS_AT_ONCE):
-            self._client.log_batch(self._run_id, params=some)
+            self._client.log_batch(run_id, params=some)
+        return run_id
 
     @override
     def log(self, step: int, wall_s: float, metrics: Mapping[str, float]) -> None:
