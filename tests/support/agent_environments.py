@@ -34,6 +34,8 @@ from tailrace.rollouts.agent_workers.segments import BranchWriter, Placed
 LARGE = ("much", "damage what it sends")
 """What is told to the policy is too much for a message between processes."""
 ROWS: list[dict[str, Json]] = [{"behave": "well"}]
+MEETING = threading.Barrier(40)
+"""More than the threads that asyncio's loops have, whatever the machine."""
 
 
 async def behaving(task: Task, policy: Policy) -> AgentResult:
@@ -75,6 +77,8 @@ async def misbehave(behave: str, policy: Policy, reply: Reply) -> dict[str, Json
             break_sending()
         case "exit in a task":
             await asyncio.ensure_future(leave())
+        case "meet":
+            await asyncio.to_thread(MEETING.wait, 30)
         case "print":
             print("said by an agent")
             sys.stdout.flush()

@@ -17,6 +17,7 @@ from tailrace.rollouts.agent_workers import WorkerWatch
 from tailrace.tracing.phases import PhaseRecorder
 from tailrace.tracing.traces import TraceWriter, join_trace
 from tests.rollouts.agent_workers.played import Run
+from tests.support.agent_environments import MEETING
 from tests.support.chrome_trace import crossings, read_trace, spans
 
 TIMES = ("environment_s", "generate_s", "score_s")
@@ -64,6 +65,12 @@ async def test_a_rollout_is_the_same_in_a_worker_and_on_the_loop(
             rollouts.append(await run.rollout(behave, ["<think>hm</think>yes and stop there", "no", "maybe"]))
     assert_equal_rollouts(*rollouts)
     assert rollouts[0].sampled_texts[1].startswith("<think>hm</think>yes")
+
+
+async def test_synchronous_agents_run_beside_each_other_however_few_cores_there_are(renderer: ChatRenderer) -> None:
+    async with Run(renderer) as run:
+        rollouts = await asyncio.gather(*(run.rollout("meet") for _ in range(MEETING.parties)))
+    assert [rollout.turns for rollout in rollouts] == [2] * MEETING.parties
 
 
 async def test_agents_environments_and_rewards_run_in_the_worker_without_torch(renderer: ChatRenderer) -> None:

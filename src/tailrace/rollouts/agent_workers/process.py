@@ -19,6 +19,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -79,6 +80,9 @@ _LOOKS_PER_LIMIT = 5
 
 _START_SHARE = 0.9
 """Of the time to start in: then the process says itself where it hangs, before it is killed."""
+
+_MOST_THREADS = 1024
+"""Of the event loop, as beside the orchestrator; asyncio's are few, and synchronous agents wait in them for replies."""
 
 ResultT = TypeVar("ResultT")
 
@@ -437,6 +441,7 @@ def main() -> int:
     selector = _OwnSelector()
     os.register_at_fork(after_in_child=lambda: _disconnect((end_number, stacks), selector))
     loop = asyncio.SelectorEventLoop(selector)
+    loop.set_default_executor(ThreadPoolExecutor(_MOST_THREADS, thread_name_prefix="tailrace-loop"))
     asyncio.set_event_loop(loop)
     working = loop.create_task(AgentWorkerProcess(end, stacks, segments).run())
     while not working.done():
