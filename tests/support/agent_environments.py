@@ -256,6 +256,21 @@ def misbehaving() -> EnvironmentSpec:
     return EnvironmentSpec(name="misbehaving", agent=agent, train_tasks=rows, trusted=True)
 
 
+def give(group: Group) -> Group | list[object]:
+    """Scores a group by what is short for rewards, or by what is none."""
+    count = len(group.rollouts)
+    match group.task["behave"]:
+        case "results and numbers":
+            return [AgentResult(0.5), *map(float, range(1, count))]
+        case "results and words":
+            return [AgentResult(0.5), *["good"] * (count - 1)]
+        case "metrics of a word":
+            return [AgentResult(0.5, "good")] * count  # type: ignore[arg-type]
+    for number, rollout in enumerate(group.rollouts):
+        rollout.reward = "good" if group.task["behave"] == "words" else np.float32(number / 2)  # type: ignore[assignment]
+    return group
+
+
 async def rank(group: Group) -> Group | list[Group] | list[AgentResult] | None:
     """Scores a group in the way that its row asks for."""
     match group.task["behave"]:
@@ -264,6 +279,8 @@ async def rank(group: Group) -> Group | list[Group] | list[AgentResult] | None:
         case "split":
             first, *others = group.rollouts
             return [Group(group.group_id, group.task, [first], metadata={"part": 0}), replace_rollouts(group, others)]
+        case "numbers" | "words" | "results and numbers" | "results and words" | "metrics of a word":
+            return give(group)  # type: ignore[return-value]
         case "drop":
             return None
         case "foreign":

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tailrace.errors import JudgeFailed, RolloutError, ScoringFailed, WorkerLost
+from tailrace.errors import InvalidReward, JudgeFailed, RolloutError, ScoringFailed, WorkerLost
 from tailrace.records import Group, GroupId, Rollout
 from tailrace.rollouts import ChatRenderer
 from tests.rollouts.agent_workers.played import Run, until_it_holds
@@ -50,7 +50,7 @@ def shown(groups: list[Group]) -> list[object]:
     ]
 
 
-@pytest.mark.parametrize("behave", ["well", "results", "split", "drop"])
+@pytest.mark.parametrize("behave", ["well", "results", "numbers", "results and numbers", "split", "drop"])
 async def test_a_group_is_scored_in_a_worker_as_on_the_loop(renderer: ChatRenderer, behave: str) -> None:
     found = []
     for workers in (0, 1):
@@ -63,6 +63,24 @@ async def test_a_group_is_scored_in_a_worker_as_on_the_loop(renderer: ChatRender
                 pids = {rollout.reward.components["pid"] for rollout in kept if rollout.reward is not None}
                 assert pids == ({float(os.getpid())} if workers == 0 else set(run.agents.pids().values()))
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(
+    ("behave", "message"),
+    [
+        ("words", "the reward of rollout ranked-0 is 'good' .*; it must be a number"),
+        ("results and words", "the reward of rollout ranked-1 is 'good' .*; it must be a number"),
+        ("metrics of a word", "AgentResult.metrics is 'good' .*; it must be a dict"),
+    ],
+)
+async def test_what_is_no_reward_is_a_mistake_of_the_score_wherever_that_runs(
+    renderer: ChatRenderer, workers: int, behave: str, message: str
+) -> None:
+    async with Run(renderer, "ranked", workers=workers) as run:
+        with pytest.raises(InvalidReward, match=f"task ranked/train/0.*{message}") as raised:
+            await scored(run, behave)
+    assert raised.value.is_mistake
 
 
 async def test_named_rewards_for_whole_groups_run_in_the_worker(renderer: ChatRenderer) -> None:

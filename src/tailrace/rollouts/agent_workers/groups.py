@@ -6,17 +6,18 @@ Rollouts keep their identity: what came back is laid over those that went out.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
 
 from tailrace.environments import AgentResult
+from tailrace.environments.results import as_agent_result
 from tailrace.guards import guarded
 from tailrace.records import FirstReply, Float32Array, Group, GroupId, Reward, Rollout, RolloutId, SamplingParams, Task
 from tailrace.rollouts.agent_workers.branches import BranchData, ColumnData, columns_of, set_columns
 from tailrace.rollouts.agent_workers.values import pack_values, unpack_values
-from tailrace.rollouts.scoring.scorer import adopted
+from tailrace.rollouts.scoring.scorer import adopted, results_in
 
 
 class RolloutData(msgspec.Struct, frozen=True, array_like=True):
@@ -126,15 +127,16 @@ class GroupChanges(msgspec.Struct, frozen=True, array_like=True):
     def of(cls, returned: object, group: Group, members: Sequence[Rollout]) -> GroupChanges:
         """`returned` is what `score_group` made of `group`, which had these members.
 
-        Raises `ScoringFailed` for what is no group of these, `EnvironmentFailed` for values that cannot be sent.
+        Raises `ScoringFailed` for what is no group of these, `EnvironmentFailed` for values that cannot be sent, and as
+        `as_agent_result` does for rewards.
         """
         changes = {
             member.rollout_id: RolloutChanges(_values_of(member), [columns_of(branch) for branch in member.branches])
             for member in members
         }
         values = _values_of_group(group)
-        if isinstance(returned, list | tuple) and returned and isinstance(returned[0], AgentResult):
-            return cls(changes, values, pack_values(list(returned), f"group {group.group_id}"), [])
+        if (results := results_in(returned)) is not None:
+            return cls(changes, values, pack_values(results, f"group {group.group_id}"), [])
         return cls(changes, values, None, [_part(part, group) for part in adopted(returned, group, members)])
 
     def applied(self, group: Group) -> list[Group] | list[AgentResult]:
@@ -193,10 +195,16 @@ def _values_of(rollout: Rollout) -> bytes:
             "sampled_texts": rollout.sampled_texts,
             "metrics": rollout.metrics,
             "metadata": rollout.metadata,
-            "reward": rollout.reward,
+            "reward": None if rollout.reward is None else _as_reward(rollout.reward),
         },
         f"rollout {rollout.rollout_id}",
     )
+
+
+def _as_reward(given: object) -> Reward:
+    """Whatever users' code has set as one; its numbers are checked where it arrives."""
+    result = as_agent_result(given)
+    return Reward(cast(float, result.reward), result.metrics, result.info)
 
 
 def _set_values(rollout: Rollout, packed: bytes) -> None:

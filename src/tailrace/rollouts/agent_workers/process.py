@@ -56,7 +56,7 @@ from tailrace.rollouts.agent_workers.messages import (
     unpack_task,
 )
 from tailrace.rollouts.agent_workers.segments import BranchWriter
-from tailrace.rollouts.attribution import exit_refused
+from tailrace.rollouts.attribution import attribute_errors, exit_refused
 from tailrace.rollouts.chat import ChatRenderer
 from tailrace.rollouts.deadline import Attempts
 from tailrace.rollouts.endpoints import Endpoints
@@ -286,7 +286,8 @@ class AgentWorkerProcess:
                     what=f"task {task.task_id}: score_group of group {group.group_id}",
                     limit_s=environment.score_timeout.limit_s,
                 )
-            changes = GroupChanges.of(returned, group, members)
+            with attribute_errors(task, ScoringFailed):
+                changes = GroupChanges.of(returned, group, members)
         except asyncio.CancelledError:
             failure = Failure("RolloutError", f"the score of group {group.group_id} was cancelled")
         except Exception as error:  # noqa: BLE001 - the orchestrator raises it again

@@ -187,17 +187,28 @@ async def _run_stages(group: Group, stages: Sequence[ScoreGroup], members: Seque
         returned: object = await stage(group)
         if returned is group:
             continue
-        if not (isinstance(returned, list | tuple) and returned and isinstance(returned[0], AgentResult)):
+        results = results_in(returned)
+        if results is None:
             return returned
-        if len(returned) != len(members):
+        if len(results) != len(members):
             raise ScoringFailed(
-                f"task {group.task.task_id}: score_group returned {len(returned)} results for {len(members)} rollouts"
+                f"task {group.task.task_id}: score_group returned {len(results)} results for {len(members)} rollouts"
             )
-        for rollout, result in zip(members, returned, strict=True):
+        for rollout, result in zip(members, results, strict=True):
             if result.reward is not None:
-                merged = as_agent_result(result).over(as_agent_result(rollout.reward))
+                merged = result.over(as_agent_result(rollout.reward))
                 rollout.reward = Reward(result.reward, merged.metrics, merged.info)
     return group
+
+
+def results_in(returned: object) -> list[AgentResult] | None:
+    """The results for rollouts that `score_group` returned, short forms among them; None where it returned groups.
+
+    Raises as `as_agent_result` does.
+    """
+    if not isinstance(returned, list | tuple) or not any(isinstance(one, AgentResult) for one in returned):
+        return None
+    return [as_agent_result(one) for one in returned]
 
 
 def adopted(returned: object, group: Group, members: Sequence[Rollout]) -> list[Group]:
