@@ -329,6 +329,16 @@ async def test_without_budget_a_reply_ends_for_its_length_and_whoever_asks_on_is
     assert talk.gateway.tally.requests == {("chat", 200): 2, ("chat", 429): 1}
 
 
+async def test_a_prompt_that_fills_the_context_takes_the_soft_end_from_no_later_one(renderer: ChatRenderer) -> None:
+    long = "the quick brown fox " * 40
+    async with served(renderer, max_model_tokens=100) as talk:
+        answers = [await post(talk, asks(content)) for content in ("who?", long, "in short?", f"other {long}", long)]
+    assert [answer.status_code for answer in answers] == [200] * 4 + [429]
+    ends = [answer.json()["choices"][0]["finish_reason"] for answer in answers[:4]]
+    assert ends == ["stop", "length", "stop", "length"]
+    assert "leaves no room in the model's context of 100" in answers[4].text
+
+
 async def test_a_completion_that_is_cut_ends_for_its_length(renderer: ChatRenderer) -> None:
     cut = Sampled(renderer.tokenizer.encode("Ada and Bob"), FinishReason.LENGTH)
     async with served(renderer, [cut]) as talk, client_of(talk) as client:

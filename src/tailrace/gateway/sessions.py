@@ -46,7 +46,7 @@ class Session(Endpoint):
         self.context = contextvars.copy_context()
         """Of whoever plays the rollout: what its turns take is counted there."""
         self.told_of_no_budget = False
-        """A client was sent the empty answer of a turn for which nothing was left."""
+        """A client was sent the empty answer of a turn for which nothing was left, and none has had a reply since."""
         self.engine_failure: EngineFailed | None = None
         self._reported: AgentResult | None = None
         self._ended = asyncio.Event()
@@ -110,7 +110,7 @@ class Session(Endpoint):
     def refusal(self, error: BudgetExceeded, *, asks_on: bool) -> Failure | None:
         """What a client is told where no budget is left; None: its reply ends at once, for its length.
 
-        Whoever `asks_on`, after a client was told that way, is told why.
+        Whoever `asks_on`, after a client was told that way and none has had a reply since, is told why.
         """
         return Failure(status=429, message=str(error)) if asks_on else None
 

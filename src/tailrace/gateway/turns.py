@@ -137,6 +137,7 @@ class Turn:
         session = self._session
         try:
             self.outcome = await self._ask(self)
+            session.told_of_no_budget = False  # what was told was of another prompt
         except BudgetExceeded as error:
             self.outcome = self._stopped(session, error)
         except RequestInvalid as error:
