@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from tailrace.environments import EnvironmentSpec, Policy
-from tailrace.errors import EngineFailed, RolloutError
+from tailrace.errors import BudgetExceeded, EngineFailed, RolloutError
 from tailrace.gateway import Gateway
 from tailrace.records import FinishReason, GroupId, RolloutId, SamplingParams, Task
 from tailrace.rollouts import ChatRenderer, Rollouter, RolloutSettings
@@ -327,6 +327,22 @@ async def test_without_budget_a_reply_ends_for_its_length_and_whoever_asks_on_is
         with pytest.raises(openai.RateLimitError, match=r"all of its 1 turns are used \(rollouts.max_turns\)"):
             await client.chat.completions.create(**asks())
     assert talk.gateway.tally.requests == {("chat", 200): 2, ("chat", 429): 1}
+
+
+@pytest.mark.parametrize("raised", [None, ValueError("an empty reply")])
+async def test_an_agent_that_never_had_a_reply_for_want_of_room_is_left_with_the_reason(
+    renderer: ChatRenderer, raised: Exception | None
+) -> None:
+    """Whatever it made of the empty reply."""
+
+    async def agent() -> None:
+        async with served(renderer, max_model_tokens=9) as talk:
+            assert (await post(talk, asks())).json()["choices"][0]["finish_reason"] == "length"
+            if raised is not None:
+                raise raised
+
+    with pytest.raises(BudgetExceeded, match=r"a prompt of \d+ tokens leaves no room in the model's context of 9"):
+        await agent()
 
 
 async def test_a_prompt_that_fills_the_context_takes_the_soft_end_from_no_later_one(renderer: ChatRenderer) -> None:

@@ -348,7 +348,7 @@ async def test_an_end_without_a_reward_is_scored_or_fails(renderer: ChatRenderer
         running = await run.begin()
         claimed = await run.claim()
         await run.report(claimed, 1.0)
-        with pytest.raises(EnvironmentFailed, match="without a request to the model"):
+        with pytest.raises(EnvironmentFailed, match="without a reply of the model"):
             await running
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -28,7 +29,7 @@ from tailrace.environments import (
     load_environment,
 )
 from tailrace.environments.programs.marked import MARK, marks
-from tailrace.errors import InvalidReward, ProgramFailed, RolloutTimeout, SettingsError
+from tailrace.errors import BudgetExceeded, InvalidReward, ProgramFailed, RolloutTimeout, SettingsError
 from tailrace.gateway import Gateway
 from tailrace.records import GroupId, Rollout, RolloutId
 from tailrace.rollouts import ChatRenderer, LoadedEnvironment, Rollouter, RolloutSettings
@@ -140,7 +141,7 @@ async def test_a_reward_that_is_none_costs_the_rollout(renderer: ChatRenderer, r
     ("behave", "limits", "reason", "says"),
     [
         ("exit", {}, "program_exit", r"ended with status 3; the end of its output:\nfirst line\nthe last line"),
-        ("never ask", {}, "program_without_turn", "never asked the model for anything; it printed nothing"),
+        ("never ask", {}, "program_without_turn", "ended without a reply of the model; it printed nothing"),
         ("flood", {"output_bytes": 3_000_000}, "program_output", "printed more than 3 MB"),
         ("hang", {"time_s": 1.5}, "program_timeout", r"was ended after 1\.5 s"),
         ("memory", {"memory_bytes": 200_000_000}, "program_memory", "MB of memory, and may take 200 MB"),
@@ -155,6 +156,20 @@ async def test_a_program_that_fails_costs_its_rollout_and_says_why(
         await run(renderer, spec)
     assert raised.value.reason == reason
     assert "task own/train/0" in str(raised.value)
+    assert not left()
+
+
+@pytest.mark.parametrize("behave", ["well", "exit"])
+async def test_a_first_prompt_without_room_is_why_the_rollout_failed_whatever_the_program_did(
+    renderer: ChatRenderer, tmp_path: Path, behave: str
+) -> None:
+    spec = spec_of({"behave": behave}, keep_failed=tmp_path / "failed")
+    with pytest.raises(BudgetExceeded) as raised:
+        await run(renderer, spec, max_tokens=2, max_rollout_tokens=3)
+    why, program, *_, kept = str(raised.value).splitlines()
+    assert re.fullmatch(r"task own/train/0: .* its \d+ tokens use up rollouts.max_rollout_tokens = 3", why)
+    assert "asking_program.py" in program
+    assert kept == f"(its folder is kept as {next((tmp_path / 'failed').iterdir())})"
     assert not left()
 
 

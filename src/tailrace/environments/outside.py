@@ -68,7 +68,7 @@ class OutsideAgent:
             await endpoint.play_outside(offer)
             if not policy.messages:
                 raise EnvironmentFailed(
-                    f"task {offer.task.task_id}: the client that claimed it ended it without a request to the model"
+                    f"task {offer.task.task_id}: the client that claimed it ended it without a reply of the model"
                 )
             return endpoint.reported or AgentResult()
 

@@ -130,8 +130,8 @@ class Program:
         return self._failed("program_exit", f"ended {describe_exit(status)}")
 
     def failed_silently(self) -> ProgramFailed:
-        """That it ended without asking the policy for anything."""
-        return self._failed("program_without_turn", "never asked the model for anything")
+        """That it ended, and the policy never answered it."""
+        return self._failed("program_without_turn", "ended without a reply of the model")
 
     @property
     def output(self) -> str:

@@ -87,7 +87,7 @@ def verifiers_agent(server: VerifiersServer, *, renderer: Mapping[str, Json] | N
         async with policy.endpoint() as endpoint:
             trace = await server.play(task.row, client_of(endpoint, renderer))
             if not policy.messages:
-                raise EnvironmentFailed(f"{server}: its harness ended without a request to the model")
+                raise EnvironmentFailed(f"{server}: its harness ended without a reply of the model")
         return result_of(trace)
 
     return agent
