@@ -6,6 +6,7 @@ from copy import deepcopy
 from typing import Any
 from unittest.mock import Mock
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -180,6 +181,25 @@ async def test_a_fork_that_fails_leaves_nothing_and_is_counted_once_when_it_is_t
     assert (await fork()).content == "Cleo"
     assert talk.rollout.branches[1].token_ids[:end].tolist() == shared.tolist()
     assert not talk.rollout.branches[1].loss_mask[:end].any()
+
+
+@pytest.mark.parametrize("temperature", [None, 0.5], ids=["an earlier reply", "another temperature"])
+async def test_tokens_that_fork_a_branch_keep_the_conversation_that_they_begin_with(
+    renderer: ChatRenderer, temperature: float | None
+) -> None:
+    talk = Talk(renderer, ["Ada", "Bob", "Cleo"])
+    talk.policy.demonstrate([user("a"), said("well")])
+    first = await talk.policy.continue_tokens(renderer.render([user("a")]))
+    opening, more = talk.rollout.messages[:1], renderer.render([user("c")])
+    shared = talk.rollout.branches[1].token_ids.copy()
+    begun = talk.rollout.first_reply
+    assert begun is not None
+    if temperature is None:
+        await talk.policy.continue_tokens(np.concatenate([shared, renderer.render([user("b")])]))
+    forked = await talk.policy.continue_tokens(np.concatenate([shared, more]), temperature=temperature)
+    assert talk.rollout.messages == [*opening, first.message, user(renderer.text(more.tolist())), forked.message]
+    assert talk.rollout.first_reply == msgspec.structs.replace(begun, branch=2)
+    assert not talk.rollout.branches[2].loss_mask[: len(shared)].any()
 
 
 async def test_rewritten_history_starts_a_branch_and_is_counted(renderer: ChatRenderer) -> None:

@@ -313,12 +313,15 @@ class RolloutPolicy:
     def _locate_tokens(self, token_ids: Int32Array, temperature: float | None) -> Place:
         """The branch to extend, and the tokens that it does not have already."""
         match = longest_prefix(self._conversations, token_ids)
-        shared = 0 if match is None else match.turn.end_token
-        said: Message = {"role": "user", "content": self._renderer.text(token_ids[shared:].tolist())}
-        if match is not None and match.is_tip and match.conversation.branch.temperature == temperature:
-            conversation = match.conversation
-            return Place(conversation, token_ids[shared:], [*conversation.messages, said], {})
-        return Place(self._open(None, temperature), token_ids, [said], {})
+        context = token_ids if match is None else token_ids[match.turn.end_token :]
+        said: Message = {"role": "user", "content": self._renderer.text(context.tolist())}
+        if match is None:
+            return Place(self._open(None, temperature), context, [said], {})
+        seen = match.conversation
+        messages = [*seen.messages[: match.turn.num_messages], said]
+        if match.is_tip and seen.branch.temperature == temperature:
+            return Place(seen, context, messages, {})
+        return _forked(match, Place(self._open(None, temperature), context, messages, {}))
 
     def _bridge(self, match: Match, messages: list[Message], tools: list[ToolSpec] | None) -> Int32Array | None:
         seen, turn = match.conversation, match.turn
