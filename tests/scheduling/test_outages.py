@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 
 from tailrace.errors import JudgeFailed, NothingLeft, ScoringFailed, TrainingError
-from tailrace.records import Group, GroupId, Rollout, RolloutId, Task, TerminalState
+from tailrace.records import Group, GroupId, Reward, Rollout, RolloutId, Task, TerminalState
 from tailrace.scheduling import TaskSource, TaskStream
 from tailrace.scheduling.backoff import FAILURES_IN_A_ROW, LONGEST_PAUSE_S, Backoff
 from tailrace.scheduling.mistakes import TASKS, Mistakes
@@ -174,6 +174,53 @@ def test_an_outage_of_half_a_minute_costs_some_rollouts_and_not_the_run() -> Non
         assert ledger.total(TerminalState.TRAINED) >= 4 * (64 - 16)
         assert world.scheduler.statistics.paused == []
         assert world.scheduler.statistics.waited_s["environments_fail"] > 10.0  # type: ignore[index]
+
+    run_in_virtual_time(run())
+
+
+def shop_away_and_sums_solved(ends_s: float, **settings: object) -> World:
+    """`shop` has something to teach, and is away from the 20th second to `ends_s`; all of `sums` earn the highest."""
+    world = make_world(spread, environments=("shop", "sums"), pauses=lambda number: 1, **settings)  # type: ignore[arg-type]
+    world.runner.pause_s = 2.0
+    play = world.runner.run
+
+    async def called(task: Task, *, group_id: GroupId, rollout_id: RolloutId, attempt: int) -> Rollout:
+        now_s, number = asyncio.get_running_loop().time(), int(rollout_id.split(".")[-2])
+        if task.environment == "shop" and 20.0 <= now_s < ends_s:
+            raise FAILURES["environment_failed"]("the shop is away")
+        rollout = await play(task, group_id=group_id, rollout_id=rollout_id, attempt=attempt)
+        rollout.reward = Reward(spread(number) if task.environment == "shop" or now_s < 10.0 else 1.0)
+        return rollout
+
+    world.runner.run = called  # type: ignore[method-assign]
+    return world
+
+
+def test_an_outage_of_the_one_environment_that_has_something_to_teach_costs_some_rollouts_and_not_the_run() -> None:
+    async def run() -> None:
+        world = shop_away_and_sums_solved(110.0, rows=160)
+        await world.run()
+        trained = Counter[str]()
+        for task_id, rollouts in world.recorder.trained_by_task.items():
+            trained[task_id.partition("/")[0]] += rollouts
+        assert trained["shop"] >= 4 * (160 - 12)
+        assert 0 < trained["sums"] < 4 * 16
+
+    run_in_virtual_time(run())
+
+
+def test_an_outage_without_end_of_the_one_environment_that_has_something_to_teach_fails_the_run_and_names_it() -> None:
+    async def run() -> None:
+        world = shop_away_and_sums_solved(1e9, epochs=None, max_failing_s=100.0)
+        with pytest.raises(ExceptionGroup) as caught:
+            await world.run()
+        says = (
+            r"^environment 'shop' has failed for 1\d\d s \(scheduling\.max_failing_s\), and the last 80 rollouts held "
+            r"nothing to train on: (\d+) of the last \1 scored rollouts earned 1, the highest reward there was"
+        )
+        assert caught.group_contains(TrainingError, match=says, depth=None)
+        assert not caught.group_contains(NothingLeft, depth=None)
+        assert 120.0 < asyncio.get_running_loop().time() < 180.0
 
     run_in_virtual_time(run())
 

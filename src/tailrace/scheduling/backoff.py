@@ -157,5 +157,19 @@ class Backoff:
         """Environments that pause, or of which one group tries whether they work again."""
         return list(dict.fromkeys(name for (name, _), outage in self._outages.items() if outage.pause_s))
 
+    def outages_s(self, *, now_s: float) -> dict[str, float]:
+        """For how many seconds each of those has failed.
+
+        >>> backoff = Backoff()
+        >>> _ = [backoff.failed("shop", "rollouts", now_s=float(second)) for second in range(8)]
+        >>> backoff.outages_s(now_s=60.0)
+        {'shop': 60.0}
+        """
+        lasted_s: dict[str, float] = {}
+        for (name, _), outage in self._outages.items():
+            if outage.pause_s:
+                lasted_s[name] = max(now_s - outage.since_s, lasted_s.get(name, 0.0))
+        return lasted_s
+
     def _paused(self, environment: str) -> Iterator[_Outage]:
         return (outage for (name, _), outage in self._outages.items() if name == environment and outage.pause_s)

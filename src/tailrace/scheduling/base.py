@@ -69,6 +69,7 @@ class Scheduler(ABC):
             self.ledger,
             reward_range=tasks.reward_range,
             max_failing_s=settings.max_failing_s,
+            outages_s=lambda: self._backoff.outages_s(now_s=self._clock()),
         )
         self._judge = Judge(tasks, self._accounts, self._stale, self._untrainable)
         self._player = GroupPlayer(

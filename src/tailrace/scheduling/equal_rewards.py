@@ -58,12 +58,12 @@ class EqualRewards:
         return scored >= SCORED_SHARE * rollouts and self.solved >= CONVERGED_SHARE * scored
 
     def describe_converged(self) -> str:
-        """Why nothing is left to learn."""
+        """What says that nothing is left to learn of them."""
         rewards = {reward for name, reward in self._rollouts if self._is_solved(name, reward)}
         earned = f"{rewards.pop():g}, the highest reward there was" if len(rewards) == 1 else HIGHEST
         return (
             f"{self.solved} of the last {self._rollouts.total()} scored rollouts earned {earned}, and rewards are "
-            "equal inside each group: nothing is left to learn"
+            "equal inside each group"
         )
 
     def describe(self) -> str:

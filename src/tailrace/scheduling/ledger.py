@@ -118,7 +118,8 @@ class UntrainableStreak:
 
     There are three streaks: of what came back, of what was ready and had become too old for its batch, and of what was
     in batches of which the trainer's loss kept nothing. Failures that may pass count by time: an outage fails thousands
-    in a second.
+    in a second. What comes back while an environment pauses does not count: it is of others, and that one may have
+    something to teach once it works again.
 
     >>> streak = UntrainableStreak(limit=16, ledger=Ledger())
     >>> streak.extend(8); streak.reset(); streak.extend(8); streak.expire(8)
@@ -131,15 +132,18 @@ class UntrainableStreak:
         *,
         reward_range: Callable[[str], tuple[float, float] | None] = lambda environment: None,
         max_failing_s: float = math.inf,
+        outages_s: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
         """`limit` counts rollouts, `max_failing_s` seconds in which groups fail and nothing comes back.
 
-        `reward_range` of an environment is None while none of its tasks was trained.
+        `reward_range` of an environment is None while none of its tasks was trained; `outages_s` are the environments
+        that pause, and for how many seconds each has failed: none is waited for beyond `max_failing_s`.
         """
         self._limit, self._ledger, self._max_failing_s = limit, ledger, max_failing_s
         self._rollouts = self._expired = self._rejected = 0
         self._failing_since_s: dict[Part, float] = {}
         self._equal = EqualRewards(reward_range)
+        self._outages_s = outages_s
 
     def reset(self) -> None:
         """A group was trainable."""
@@ -157,21 +161,30 @@ class UntrainableStreak:
 
     def equal(self, group: Group) -> None:
         """The rewards of a scored group are all equal."""
-        self._equal.add(group)
+        if not self._waits_for_an_environment:
+            self._equal.add(group)
 
     def extend(self, rollouts: int) -> None:
         """A group of `rollouts` came back not trainable. Raises `TrainingError` with the reasons at the limit.
 
-        Raises `NothingLeft` where nearly all that were scored earned the highest reward there was, or hardly less.
+        Raises `NothingLeft` where nearly all that were scored earned the highest reward there was, or hardly less, and
+        no environment pauses.
         """
+        if self._waits_for_an_environment:
+            return
         self._rollouts += rollouts
-        if self._rollouts >= self._limit:
-            if self._equal.have_converged(self._rollouts):
-                raise NothingLeft(f"converged: {self._equal.describe_converged()}")
-            raise TrainingError(
-                f"the last {self._rollouts} rollouts held nothing to train on{self._equal.describe()}."
-                f"{self._reasons('the log tells the first failure of each kind')}"
-            )
+        if self._rollouts < self._limit:
+            return
+        outages_s, found = self._outages_s(), self._equal.describe()
+        if self._equal.have_converged(self._rollouts):
+            found = f": {self._equal.describe_converged()}"
+            if not outages_s:
+                raise NothingLeft(f"converged{found}: nothing is left to learn")
+        away = [f"environment {name!r} has failed for {lasted_s:.0f} s" for name, lasted_s in outages_s.items()]
+        raise TrainingError(
+            f"{', '.join(away)}{' (scheduling.max_failing_s), and ' if away else ''}the last {self._rollouts} rollouts "
+            f"held nothing to train on{found}.{self._reasons('the log tells the first failure of each kind')}"
+        )
 
     def formed(self) -> None:
         """A batch was formed."""
@@ -210,6 +223,10 @@ class UntrainableStreak:
                 f"there is nothing to train on: for {lasted_s:.0f} s (scheduling.max_failing_s) {_MISSING[part]}. The "
                 f"newest failure: {failure}.{self._reasons('the log has a traceback of each kind')}"
             )
+
+    @property
+    def _waits_for_an_environment(self) -> bool:
+        return any(lasted_s < self._max_failing_s for lasted_s in self._outages_s().values())
 
     def _reasons(self, where: str = "") -> str:
         """A sentence about what failed and was filtered so far; `where` says where failures are told of."""
