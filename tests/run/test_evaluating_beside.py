@@ -12,7 +12,7 @@ from tailrace.errors import DataError
 from tailrace.records import RunStatus
 from tailrace.reporting.summary import RunSummary, summary_text
 from tailrace.run.orchestrator import RUN_ENDED
-from tests.run.runs import REPORT, command, environment, records, run_inline, tiny_settings
+from tests.run.runs import REPORT, RESUMED, command, environment, records, run_inline, tiny_settings
 
 EVALUATION = ("--evaluation.every_steps", "2", "--evaluation.tasks", "5", "--evaluation.share", "0.25")
 
@@ -88,6 +88,16 @@ async def test_a_stopped_run_cancels_it(tmp_path: Path) -> None:
     summary = await run_inline(tmp_path, *signalling, *EVALUATION, "--max_steps", "1000")
     assert (summary.status, summary.exit_code) == (RunStatus.CANCELLED, 130)
     assert summary.ledger.balances
+
+
+async def test_one_that_a_crash_took_is_made_up_for_where_the_run_goes_on(tmp_path: Path) -> None:
+    await run_inline(tmp_path, *EVALUATION, "--max_steps", "3", "--evaluation.every_steps", "3")
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    written = metrics.read_text().splitlines(keepends=True)
+    assert '"eval/' in written[-1]  # of step 3
+    metrics.write_text("".join(written[:-1]))
+    await run_inline(tmp_path, *EVALUATION, "--max_steps", "4", "--evaluation.every_steps", "2", *RESUMED)
+    assert [line["step"] for line in records(metrics) if "eval/words/tasks" in line] == [0, 3, 4]
 
 
 async def test_data_that_is_exhausted_lets_the_last_evaluation_finish(tmp_path: Path) -> None:

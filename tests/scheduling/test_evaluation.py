@@ -143,6 +143,25 @@ async def test_an_evaluation_falls_due_every_so_many_steps() -> None:
     assert len(set(held_out.group_ids)) == len(held_out.group_ids) == 18
 
 
+@pytest.mark.parametrize(
+    ("step", "evaluated", "made"),
+    [(0, None, [0, 2, 4]), (3, None, [3, 4]), (3, 0, [3, 4]), (3, 2, [4]), (3, 3, [4]), (4, 2, [4]), (4, 4, [])],
+)
+async def test_a_resumed_run_makes_up_for_the_newest_that_earlier_starts_lack(
+    step: int, evaluated: int | None, made: list[int]
+) -> None:
+    held_out = HeldOut()
+    async with held_out.evaluating() as evaluator:
+        held_out.install(step)
+        evaluator.begin(step, version=step, evaluated=evaluated)
+        await settle()
+        for later in range(step + 1, 6):
+            held_out.install(later)
+            evaluator.step_ended(later, version=later)
+            await settle()
+    assert [evaluation.step for evaluation in held_out.results] == made
+
+
 async def test_none_falls_due_where_none_is_asked_for() -> None:
     held_out = HeldOut(every_steps=None)
     async with held_out.evaluating() as evaluator:

@@ -326,8 +326,8 @@ class Orchestrator(WeightListener, ReplicaListener):
         )
         self._observer.begin(earlier)
         self.has_begun = True
-        if not any(course.step_last == self.step for course in earlier.totals.evaluations.values()):
-            self._evaluator.step_ended(self.step, self.version)
+        evaluated = max((course.step_last for course in earlier.totals.evaluations.values()), default=None)
+        self._evaluator.begin(self.step, self.version, evaluated=evaluated)
         try:
             await self._scheduler.run()
         except* NothingLeft as learned:

@@ -63,7 +63,7 @@ class Evaluation:
     """The result of one evaluation beside training."""
 
     step: int
-    """The step that it was due at; no token is of older weights than that step's."""
+    """The step that it fell due at; no token is of older weights than that step's."""
     results: dict[str, EvaluationResult]
     """By environment."""
     duration_s: float
@@ -169,6 +169,8 @@ class Evaluator:
         self._settings, self._max_running, self._slots = settings, max_running, settings.slots(max_running)
         self._lend = lend
         self._due: tuple[int, int] | None = None
+        self._newest_step = -1
+        """Of the newest evaluation that fell due."""
         self.step: int | None = None
         """Of the evaluation that runs, or waits for its weights; None while there is none."""
         self._walk: _Walk | None = None
@@ -176,12 +178,22 @@ class Evaluator:
         self._idle.set()
         self._coalesced = 0
 
+    def begin(self, step: int, version: int, *, evaluated: int | None) -> None:
+        """Training begins after `step`; `evaluated` is the step of the newest evaluation that earlier starts made.
+
+        One that fell due since, and of which they made nothing, falls due now.
+        """
+        if evaluated is not None:
+            self._newest_step = max(evaluated, self._newest_step)
+        self.step_ended(step, version)
+
     def step_ended(self, step: int, version: int) -> None:
         """A step ended, with weights of this version: an evaluation may fall due."""
-        if self._settings.every_steps is None or step % self._settings.every_steps:
+        every_steps = self._settings.every_steps
+        if every_steps is None or step - step % every_steps <= self._newest_step:
             return
         self._coalesced += self._due is not None
-        self._due = (step, version)
+        self._due, self._newest_step = (step, version), step
         self._idle.clear()
         self._wake.set()
 
