@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import pytest
 
 from tailrace.errors import EngineFailed, RequestRefused
 from tailrace.records import Group, GroupId, Rollout, RolloutId, Task
-from tailrace.scheduling import Evaluation, EvaluationSettings, Evaluator, evaluate
+from tailrace.scheduling import (
+    Evaluation,
+    EvaluationResult,
+    EvaluationSettings,
+    Evaluator,
+    SchedulingSettings,
+    evaluate,
+)
+from tailrace.scheduling.backoff import FAILURES_IN_A_ROW, LONGEST_PAUSE_S
 from tailrace.scheduling.groups import UNSCORED
+from tailrace.simulation.virtual_time import run_in_virtual_time
 from tests.scheduling.world import FAILURES, environment, make_rollout
 
 
@@ -21,7 +30,9 @@ class HeldOut:
 
     def __init__(self, *, tasks: int = 6, max_running: int = 8, share: float = 0.25, **settings: object) -> None:
         self.tasks = [
-            spec.train_task(index) for spec in (environment("a"), environment("b")) for index in range(tasks // 2)
+            spec.train_task(index)
+            for spec in (environment("a", tasks), environment("b", tasks))
+            for index in range(tasks // 2)
         ]
         self.version = 0
         self.installed = 0
@@ -40,6 +51,7 @@ class HeldOut:
             self,
             self.results.append,
             settings=EvaluationSettings.model_validate({"every_steps": 2, "share": share, **settings}),
+            scheduling=SchedulingSettings(),
             max_running=max_running,
             lend=self.lent.append,
         )
@@ -100,17 +112,74 @@ async def settle() -> None:
 async def test_results_are_told_by_environment_and_lost_rollouts_counted() -> None:
     held_out = HeldOut()
     held_out.fate = {"a/train/1": "timeout", "b/train/0": RequestRefused("too long")}
-    results = await evaluate(held_out.tasks, held_out, concurrency=2)
+    results = await evaluate(held_out.tasks, held_out, SchedulingSettings(), concurrency=2)
     assert results["a"].rewards == [0.0, 2.0]
     assert results["a"].failed == {"timeout": 1}
     assert results["b"].failed == {"request_refused": 1}
     assert results["b"].mean_reward == 1.5
 
 
+class Flaky(HeldOut):
+    """Attempts raise what `failing` says of their task, number and second; a rollout takes a second."""
+
+    def __init__(self, failing: Callable[[Task, int, float], Exception | None], *, tasks: int = 64) -> None:
+        super().__init__(tasks=tasks)
+        self._failing = failing
+
+    async def run(self, task: Task, *, group_id: GroupId, rollout_id: RolloutId, attempt: int) -> Rollout:
+        if error := self._failing(task, attempt, asyncio.get_running_loop().time()):
+            raise error
+        await asyncio.sleep(1.0)
+        return await super().run(task, group_id=group_id, rollout_id=rollout_id, attempt=attempt)
+
+    def evaluated(self, **settings: object) -> tuple[dict[str, EvaluationResult], float]:
+        """The results, and how many seconds it took."""
+
+        async def run() -> tuple[dict[str, EvaluationResult], float]:
+            scheduling = SchedulingSettings.model_validate(settings)
+            results = await evaluate(self.tasks, self, scheduling, concurrency=16)
+            return results, asyncio.get_running_loop().time()
+
+        return run_in_virtual_time(run())
+
+
+@pytest.mark.parametrize(("max_retries", "failed"), [(1, {"timeout": 2}), (2, {})])
+def test_a_rollout_that_fails_is_tried_again_as_often_as_in_training(max_retries: int, failed: dict[str, int]) -> None:
+    def failing(task: Task, attempt: int, now_s: float) -> Exception | None:
+        return FAILURES["timeout"]("slow") if int(task["n"]) % 16 == 0 and attempt < 2 else None
+
+    results, _ = Flaky(failing).evaluated(max_retries=max_retries)
+    assert [result.failed for result in results.values()] == [failed, failed]
+
+
+@pytest.mark.parametrize("outage_s", [1.5, 90.0])
+def test_an_outage_costs_some_rollouts_and_not_the_evaluation(outage_s: float) -> None:
+    def failing(task: Task, attempt: int, now_s: float) -> Exception | None:
+        return FAILURES["environment_failed"]("away") if 0.5 < now_s < 0.5 + outage_s else None
+
+    results, lasted_s = Flaky(failing).evaluated(max_retries=1)
+    for result in results.values():
+        assert sum(result.failed.values()) <= FAILURES_IN_A_ROW // 2
+        assert len(result.rewards) == 32 - sum(result.failed.values())
+    assert lasted_s < 10.0 + outage_s + LONGEST_PAUSE_S
+
+
+def test_an_outage_without_end_ends_the_evaluation_after_its_time() -> None:
+    results, lasted_s = Flaky(lambda *_: FAILURES["environment_failed"]("away")).evaluated(max_failing_s=100.0)
+    assert [result.failed for result in results.values()] == [{"environment_failed": 32}] * 2
+    assert 100.0 <= lasted_s <= 2 * (100.0 + LONGEST_PAUSE_S)  # the two environments may be away one after the other
+
+
+def test_code_that_is_wrong_is_not_waited_for() -> None:
+    results, lasted_s = Flaky(lambda *_: FAILURES["mistake"]("KeyError: 'choices'")).evaluated()
+    assert [result.failed for result in results.values()] == [{"environment_failed": 32}] * 2
+    assert lasted_s == 0.0
+
+
 async def test_what_is_kept_without_a_reward_is_counted() -> None:
     held_out = HeldOut()
     held_out.fate = {"a/train/1": UNSCORED}
-    results = await evaluate(held_out.tasks, held_out, concurrency=2)
+    results = await evaluate(held_out.tasks, held_out, SchedulingSettings(), concurrency=2)
     assert (results["a"].rewards, results["a"].failed) == ([0.0, 2.0], {UNSCORED: 1})
     assert len(results["a"].rollouts) == 3
     assert results["b"].failed == {}
@@ -119,14 +188,14 @@ async def test_what_is_kept_without_a_reward_is_counted() -> None:
 async def test_only_a_rollout_without_a_reward_of_its_own_is_scored_as_a_group() -> None:
     held_out = HeldOut()
     held_out.fate = {"a/train/1": UNSCORED, "a/train/2": "timeout"}
-    await evaluate(held_out.tasks, held_out, concurrency=2)
+    await evaluate(held_out.tasks, held_out, SchedulingSettings(), concurrency=2)
     assert held_out.scored == ["a/train/1"]
 
 
 async def test_an_environment_whose_rollouts_are_all_lost_has_no_reward() -> None:
     held_out = HeldOut(tasks=2)
     held_out.fate = {"a/train/0": "timeout"}
-    result = (await evaluate(held_out.tasks, held_out, concurrency=2))["a"]
+    result = (await evaluate(held_out.tasks, held_out, SchedulingSettings(), concurrency=2))["a"]
     assert math.isnan(result.mean_reward)
     assert result.policy_versions is None
 

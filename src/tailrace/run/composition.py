@@ -206,6 +206,7 @@ async def compose(ground: RunGround) -> AsyncIterator[ComposedRun]:
             rollouter.runner(evaluation_seed=settings.seed, on_ended=roles.payloads.release),
             observer.evaluated,
             settings=settings.evaluation,
+            scheduling=settings.scheduling,
             max_running=settings.max_running,
             lend=scheduler.lend,
         )

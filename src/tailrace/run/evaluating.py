@@ -84,7 +84,9 @@ async def _measure(
     for is_greedy in ways:
         runner = play.rollouter.runner(evaluation_seed=settings.seed, greedy=is_greedy)
         tasks = held_out_tasks(environment, settings.seed, limit)
-        results = await evaluate(tasks, runner, concurrency=settings.max_running, on_ended=progress.one_ended)
+        results = await evaluate(
+            tasks, runner, settings.scheduling, concurrency=settings.max_running, on_ended=progress.one_ended
+        )
         found.append(results[name])
     return EnvironmentEvaluation(name, found[0], found[1] if len(found) > 1 else None, clock() - began_s)
 

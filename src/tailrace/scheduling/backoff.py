@@ -81,8 +81,8 @@ class Backoff:
             return 0.0
         if not outage.pause_s:
             _logger.warning(
-                "the last %d %s of environment %r all failed: it pauses for %g s; then one group tries again, after "
-                "ever longer pauses of at most %g s",
+                "the last %d %s of environment %r all failed: it pauses for %g s and is tried again, then after ever "
+                "longer pauses of at most %g s",
                 *(outage.failures, part, environment, FIRST_PAUSE_S, LONGEST_PAUSE_S),
             )
         outage.pause_s = min(2 * outage.pause_s, LONGEST_PAUSE_S) or FIRST_PAUSE_S

@@ -4,7 +4,8 @@
 
 Beside training an evaluation has slots of its own, which admission leaves free; nothing is paused. New weights arrive
 meanwhile, so a result says which versions sampled it. One evaluation runs at a time; of those that fall due meanwhile
-only the newest is made. Nothing of it enters the ledger or the staleness budget.
+only the newest is made. Nothing of it enters the ledger or the staleness budget. As in training, a task that fails is
+tried again where that may help, and an environment that fails on and on pauses.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tailrace.errors import RequestRefused, RolloutError
+from tailrace.errors import RequestRefused, RolloutError, WorkerLost
 from tailrace.records import Group, GroupId, Rollout, RolloutId, Task
+from tailrace.scheduling.backoff import Backoff
 from tailrace.scheduling.groups import UNSCORED, GroupRunner
-from tailrace.scheduling.settings import EvaluationSettings
+from tailrace.scheduling.settings import EvaluationSettings, SchedulingSettings
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -86,9 +88,16 @@ class _Walk:
     """One evaluation: every task once, a limited number at a time."""
 
     def __init__(
-        self, tasks: Iterable[Task], runner: GroupRunner, name: str, on_ended: Callable[[], None] | None = None
+        self,
+        tasks: Iterable[Task],
+        runner: GroupRunner,
+        scheduling: SchedulingSettings,
+        name: str,
+        on_ended: Callable[[], None] | None = None,
     ) -> None:
         self._tasks, self._runner, self._name, self._on_ended = tasks, runner, name, on_ended
+        self._max_retries, self._max_failing_s = scheduling.max_retries, scheduling.max_failing_s
+        self._backoff, self._now_s = Backoff(), asyncio.get_running_loop().time
         self._tallies: dict[str, _Tally] = {}
         self._slots, self._concurrency = asyncio.Semaphore(0), 0
         self.ended = 0
@@ -122,33 +131,68 @@ class _Walk:
         self._slots.release()
 
     async def _run_one(self, task: Task, number: int) -> Rollout:
+        """The first attempt that succeeds, or the error of the last: after `max_retries` more where it may pass.
+
+        What others ended, and what failed in an outage that is waited for, is no failure of the task.
+        """
         group_id = GroupId(f"{self._name}/{task.task_id}#{number}")
-        rollout = await self._play(task, group_id)
+        attempts, failures = itertools.count(), 0
+        while True:
+            await self._until_it_may_try(task.environment)
+            try:
+                rollout = await self._attempt(task, group_id, next(attempts))
+            except RolloutError as error:
+                if error.is_blameless:
+                    continue
+                if not error.may_pass or error.is_mistake:
+                    raise
+                failures += not self._is_of_an_outage(task.environment, error)
+                if failures > self._max_retries:
+                    raise
+            else:
+                self._backoff.came_back(task.environment, "rollouts", now_s=self._now_s())
+                return rollout
+
+    async def _attempt(self, task: Task, group_id: GroupId, attempt: int) -> Rollout:
+        rollout_id = RolloutId(f"{group_id}.{attempt}")
+        rollout = await self._runner.run(task, group_id=group_id, rollout_id=rollout_id, attempt=attempt)
         if rollout.reward is None:  # else what scores groups, which compares rollouts, has nothing to say of one
             await self._runner.score(Group(group_id=group_id, task=task, rollouts=[rollout]))
         return rollout
 
-    async def _play(self, task: Task, group_id: GroupId) -> Rollout:
-        """Once; again where another rollout was to blame for its end."""
-        attempts = itertools.count()
-        while True:
-            attempt = next(attempts)
-            rollout_id = RolloutId(f"{group_id}.{attempt}")
-            try:
-                return await self._runner.run(task, group_id=group_id, rollout_id=rollout_id, attempt=attempt)
-            except RolloutError as error:
-                if not error.is_blameless:
-                    raise
+    async def _until_it_may_try(self, environment: str) -> None:
+        """Waits while the environment pauses, unless it has been away for too long."""
+        while self._is_waited_for(environment):
+            pause_s = self._backoff.pause_left_s(environment, now_s=self._now_s())
+            if not pause_s:
+                return
+            await asyncio.sleep(pause_s)
+
+    def _is_of_an_outage(self, environment: str, error: RolloutError) -> bool:
+        """Whether an attempt failed by an outage that is waited for. A lost worker begins none."""
+        if not isinstance(error, WorkerLost):
+            self._backoff.failed(environment, "rollouts", now_s=self._now_s())
+        return self._is_waited_for(environment)
+
+    def _is_waited_for(self, environment: str) -> bool:
+        lasted_s = self._backoff.outages_s(now_s=self._now_s()).get(environment)
+        return lasted_s is not None and lasted_s < self._max_failing_s
 
 
 async def evaluate(
-    tasks: Iterable[Task], runner: GroupRunner, *, concurrency: int, on_ended: Callable[[], None] | None = None
+    tasks: Iterable[Task],
+    runner: GroupRunner,
+    scheduling: SchedulingSettings,
+    *,
+    concurrency: int,
+    on_ended: Callable[[], None] | None = None,
 ) -> dict[str, EvaluationResult]:
     """Run every task once, at most `concurrency` at a time; the results by environment.
 
-    `on_ended` is called for each rollout that finished or was lost.
+    `scheduling` says how often one that failed is tried again, and how long an outage is waited for. `on_ended` is
+    called for each rollout that finished or was lost for good.
     """
-    return await _Walk(tasks, runner, "eval", on_ended).run(concurrency)
+    return await _Walk(tasks, runner, scheduling, "eval", on_ended).run(concurrency)
 
 
 class Evaluator:
@@ -161,11 +205,12 @@ class Evaluator:
         on_result: Callable[[Evaluation], None],
         *,
         settings: EvaluationSettings,
+        scheduling: SchedulingSettings,
         max_running: int,
         lend: Callable[[int], None],
     ) -> None:
         """`lend` is called with the number of slots that admission leaves free."""
-        self._tasks, self._runner, self._on_result = tasks, runner, on_result
+        self._tasks, self._runner, self._on_result, self._scheduling = tasks, runner, on_result, scheduling
         self._settings, self._max_running, self._slots = settings, max_running, settings.slots(max_running)
         self._lend = lend
         self._due: tuple[int, int] | None = None
@@ -247,7 +292,7 @@ class Evaluator:
     async def _evaluate(self, step: int) -> None:
         clock = asyncio.get_running_loop().time
         since = clock()
-        self._walk = _Walk(self._tasks, self._runner, f"eval-{step}")
+        self._walk = _Walk(self._tasks, self._runner, self._scheduling, f"eval-{step}")
         self._lend(self._slots)
         try:
             results = await self._walk.run(self._slots)

@@ -23,7 +23,7 @@ from tailrace.records import Group, GroupId, Reward, Rollout, RolloutId, Samplin
 from tailrace.rollouts import ChatRenderer, Rollouter, RolloutSettings
 from tailrace.rollouts.run_facts import RunFacts
 from tailrace.rollouts.scoring import EndpointScorer, Teacher, TeacherPlan
-from tailrace.scheduling import EvaluationResult, evaluate
+from tailrace.scheduling import EvaluationResult, SchedulingSettings, evaluate
 from tailrace.simulation.virtual_time import run_in_virtual_time
 from tests.scheduling.world import make_rollout
 from tests.support.loaded import loaded
@@ -298,7 +298,8 @@ async def test_results_for_a_group_replace_the_rewards_and_keep_what_came_with_t
 
 
 async def measured(rollouts: Rollouter, spec: EnvironmentSpec) -> dict[str, EvaluationResult]:
-    return await evaluate([spec.train_task(0)] * 2, rollouts.runner(evaluation_seed=0), concurrency=1)
+    runner = rollouts.runner(evaluation_seed=0)
+    return await evaluate([spec.train_task(0)] * 2, runner, SchedulingSettings(), concurrency=1)
 
 
 async def silent(task: Task, policy: Policy) -> None:
