@@ -4,7 +4,7 @@ import asyncio
 from pathlib import Path
 
 from tailrace.tracing.phases import PhaseRecorder, phase
-from tailrace.tracing.traces import TraceWriter, join_trace
+from tailrace.tracing.traces import TraceWriter, join_trace, remove_parts
 from tailrace.tracing.wall_clock import monotonic_to_unix_ns
 from tests.support.chrome_trace import crossings, read_trace, spans, tracks
 
@@ -85,6 +85,15 @@ def test_a_process_that_is_started_again_goes_on_with_its_part(tmp_path: Path) -
     assert second["ts"] - first["ts"] == 1_000
     assert second["pid"] != first["pid"]  # also where a container gives both lives the same process id
     assert [event["name"] for event in events].count("trace_is_full") == 1
+
+
+def test_a_file_of_somebody_else_beside_the_parts_is_left_and_hinders_nothing(tmp_path: Path) -> None:
+    parts = tmp_path / "parts"
+    TraceWriter(parts, "trainer", max_bytes=0).close()
+    (parts / ".DS_Store").touch()
+    join_trace(parts, tmp_path / "trace.json")
+    remove_parts(parts)  # as the next start does
+    assert [path.name for path in parts.iterdir()] == [".DS_Store"]
 
 
 def test_a_trace_without_a_span_is_valid(tmp_path: Path) -> None:

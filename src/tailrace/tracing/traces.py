@@ -11,6 +11,7 @@ counter and metadata events).
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import itertools
 import os
@@ -184,10 +185,10 @@ def join_trace(parts: Path, trace: Path) -> None:
 
 
 def remove_parts(parts: Path) -> None:
-    """Of an earlier start of the run, too."""
+    """Of an earlier start of the run, too. Their folder goes with them, unless somebody put a file of theirs there."""
     for part in parts.glob("*" + _PART_SUFFIX):
         part.unlink()
-    if parts.is_dir():
+    with contextlib.suppress(OSError):
         parts.rmdir()
 
 
