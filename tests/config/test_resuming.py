@@ -378,6 +378,26 @@ def test_what_is_allowed_is_recorded_and_what_was_there_is_kept(file: Path) -> N
         start(file, "--resume", "--max_steps", "200")
 
 
+def test_a_file_that_allows_changes_allows_those_of_every_resume(file: Path) -> None:
+    start(file)
+    for steps in (90, 120, 150):
+        file.write_text("allow_changed_settings = true\n" + FILE.replace("max_steps = 60", f"max_steps = {steps}"))
+        start(file, "--resume")
+        assert load_settings(str(file), ["--resume"], file.parent).max_steps == steps
+    file.write_text(FILE)
+    with pytest.raises(SettingsError, match="max_steps = 60 in place of 150"):
+        start(file, "--resume")
+
+
+def test_so_do_tables_of_a_program(tmp_path: Path) -> None:
+    given = {"model": {"name": "bundled:quickstart"}, "environments": [{"name": "reverse-text"}]}
+    for max_steps in (1, 2, 3, 4):
+        again = {"resume": True, "allow_changed_settings": True} if max_steps > 1 else {}
+        settings, places = load_from_python({**given, **again, "max_steps": max_steps}, {}, tmp_path)
+        record_settings(settings, RunPaths(tmp_path / settings.name), places.file)
+        assert settings.max_steps == max_steps
+
+
 def test_a_setting_of_the_runs_own_file_that_is_wrong_is_named_with_its_line(file: Path) -> None:
     folder = start(file)
     config = folder / "config.toml"

@@ -105,7 +105,8 @@ def _resolved(places: Places, overrides: dict[tuple[str, ...], Any], runs: Path)
         table.setdefault("name", name.lstrip(".-") or "run")
     name = str(table.get("name", "run"))
     if table.get("resume") is True and (own := resumed_file(runs / name, places.file)) is not None:
-        table = apply_overrides(own.table, overrides) | {"name": name, "resume": True}
+        of_this_start = {key: table[key] for key in ("resume", "allow_changed_settings") if key in table}
+        table = apply_overrides(own.table, overrides) | of_this_start | {"name": name}
         places = replace(places, file=own)
     return validated(RunSettings, table, places)
 
