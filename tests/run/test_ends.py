@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from pathlib import Path
 
 import psutil
@@ -15,7 +16,7 @@ from tailrace.lifecycle.signals import until_stopped
 from tailrace.records import RunStatus
 from tailrace.reporting.summary import read_summary
 from tailrace.reporting.trackers.hub import Trackers
-from tailrace.run import roles
+from tailrace.run import roles, started_roles, watchdog
 from tailrace.transport.events.log import FileEventLog
 from tests.run.runs import REPORT, RESUMED, ROLES, TINY, command, environment, records, run_inline, trained_tasks
 from tests.support.run_environments import released
@@ -187,6 +188,24 @@ def test_a_run_in_which_nothing_moves_fails_and_every_process_tells_where_it_sta
     for role in ("orchestrator", "trainer", "generator"):
         assert "thread 0x" in (run.folder / "logs" / f"{role}.log").read_text().lower(), role
     assert summary.ledger.balances
+
+
+async def test_a_run_whose_process_stood_still_for_longer_than_the_watchdog_waits_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watchdog, "_LOOK_EVERY_S", 0.1)
+    monkeypatch.setattr(started_roles, "STACKS_S", 0.0)
+    until = tmp_path / "go on"
+    held = (*environment("held"), "--environment.args.until", str(until))
+    running = asyncio.create_task(run_inline(tmp_path, *held, "--observability.watchdog_s", "2", "--max_steps", "1"))
+    while not Path(f"{until}.awaited").exists():  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.5)  # the watchdog sees that nothing moves
+    asyncio.get_running_loop().call_soon(time.sleep, 2.5)  # as if the process were suspended
+    await asyncio.sleep(0.5)  # its due look is over
+    until.touch()
+    summary = await running
+    assert (summary.status, summary.steps) == (RunStatus.FINISHED, 1)
 
 
 def test_an_interrupted_command_says_how_to_stop_at_once_and_how_to_go_on(

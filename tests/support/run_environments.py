@@ -131,6 +131,18 @@ def waiting() -> EnvironmentSpec:
     return EnvironmentSpec(name="waiting", agent=agent, train_tasks=[{"word": "ever"}], trusted=True)
 
 
+def held(until: str) -> EnvironmentSpec:
+    """Agents that wait for the file `until`, and say so by another one."""
+
+    async def agent(task: Task, policy: Policy) -> Reward:
+        Path(f"{until}.awaited").touch()
+        while not Path(until).exists():  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+        return await answer(task, policy)
+
+    return EnvironmentSpec(name="held", agent=agent, train_tasks=[{"word": "on"}, {"word": "off"}], trusted=True)
+
+
 def calling(port: int) -> EnvironmentSpec:
     """Each rollout begins with a call of a service of this machine."""
 

@@ -138,23 +138,21 @@ class QuietLines:
         return None
 
 
-class Stillness:
-    """For how long nothing has moved, from snapshots of the run."""
+class Movement:
+    """Whether anything moves, from snapshots of the run."""
 
     def __init__(self) -> None:
         self._seen: tuple[object, ...] = ()
-        self._moved_s = 0.0
 
-    def observe(self, view: RunView) -> float:
-        """Seconds up to this snapshot."""
+    def observe(self, view: RunView) -> bool:
+        """Whether something has moved since the snapshot before; the first one counts as moved."""
         seen = (
             *(view.stage, view.step, view.policy_version, view.rollouts_trained, view.rollouts_filtered),
             *(view.in_flight, view.running_rollouts, view.ready_groups, view.queued_batches),
             *(sum(view.failures.values()), view.evaluating_step, view.evaluated_rollouts, view.moves),
         )
-        if seen != self._seen:
-            self._seen, self._moved_s = seen, view.elapsed_s
-        return view.elapsed_s - self._moved_s
+        before, self._seen = self._seen, seen
+        return seen != before
 
 
 def describe_stillness(view: RunView, still_s: float) -> str:
@@ -173,17 +171,17 @@ class Watchdog:
     """
 
     def __init__(self, limit_s: float) -> None:
-        self._limit_s, self._stillness = limit_s, Stillness()
-        self._warned_s = 0.0
+        self._limit_s, self._movement = limit_s, Movement()
+        self._moved_s = self._warned_s = 0.0
 
     def next(self, view: RunView) -> str | None:
         """The warning for this snapshot, or None."""
-        still_s = self._stillness.observe(view)
-        self._warned_s = max(self._warned_s, view.elapsed_s - still_s)
+        if self._movement.observe(view):
+            self._moved_s = self._warned_s = view.elapsed_s
         if view.elapsed_s - self._warned_s < self._limit_s:
             return None
         self._warned_s = view.elapsed_s
-        return describe_stillness(view, still_s)
+        return describe_stillness(view, view.elapsed_s - self._moved_s)
 
 
 def progress_line(view: RunView, remaining_s: float | None = None) -> str:
