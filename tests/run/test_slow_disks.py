@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import signal
 import threading
+import time
 from pathlib import Path
 from typing import IO, Any
 
@@ -15,7 +17,8 @@ from tailrace.errors import DataError
 from tailrace.lifecycle.processes import STACKS_S
 from tailrace.records import RunStatus, TrainerEnded
 from tailrace.reporting.summary import read_summary
-from tailrace.run import watchdog
+from tailrace.run import training, watchdog
+from tailrace.training.checkpoints.files import StagedCheckpoint
 from tailrace.transport.events import log
 from tests.run.runs import PATIENCE_S, RESUMED, environment, records, run_inline
 from tests.support.event_files import read_events
@@ -50,6 +53,34 @@ async def test_a_run_trains_on_while_metrics_hang_and_rollouts_are_refused(
     written = [record["step"] for record in records(tmp_path / "run" / "metrics.jsonl")]
     assert summary.dropped_records >= 1
     assert summary.dropped_records >= 4 - len(written)
+
+
+async def test_after_a_notice_records_are_waited_for_no_longer_though_the_last_save_came_too_late(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    works_again, opened, written = threading.Event(), Path.open, StagedCheckpoint.write
+    metrics = tmp_path / "run" / "metrics.jsonl"
+
+    def open_on_a_bad_disk(path: Path, mode: str = "r", *args: Any, **options: Any) -> IO[Any]:
+        if path.name == metrics.name and "a" in mode and path.exists():
+            works_again.wait(PATIENCE_S)
+        return opened(path, mode, *args, **options)
+
+    def write_on_a_slow_disk(staged: StagedCheckpoint) -> Path:
+        time.sleep(2.0)
+        return written(staged)
+
+    monkeypatch.setattr(Path, "open", open_on_a_bad_disk)
+    monkeypatch.setattr(StagedCheckpoint, "write", write_on_a_slow_disk)
+    monkeypatch.setattr(training, "HURRIED_WRITES_S", 1.0)
+    monkeypatch.setattr(training, "_LARGEST_WRITE_S", 5.0)
+    noticed = (*environment("signalling"), "--environment.args.number", str(int(signal.SIGUSR1)))
+    hasty = ("--environment.args.after", str(metrics), "--shutdown.grace_s", "0.3", "--max_steps", "1000")
+    summary = await run_inline(tmp_path, *noticed, *hasty)
+    works_again.set()
+    assert (summary.status, summary.exit_code) == (RunStatus.FAILED, 1)
+    assert "did not answer a request to stop within 0.3 s" in summary.reason
+    assert "has not finished its writes within 1 s" in (tmp_path / "run" / "logs" / "orchestrator.log").read_text()
 
 
 @pytest.mark.parametrize("first", [b'{"type":"TrainerStarted"', b'{"type":"StepTrained"'])

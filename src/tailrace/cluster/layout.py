@@ -13,6 +13,7 @@ import math
 from dataclasses import dataclass
 
 from tailrace.config import RunSettings
+from tailrace.config.shutdown import HURRIED_WRITES_S
 from tailrace.errors import SettingsError
 from tailrace.generation.settings import GeneratorSettings
 
@@ -98,7 +99,7 @@ def stop_s(settings: RunSettings) -> int:
 
     >>> from tailrace.config import load_settings
     >>> stop_s(load_settings("quickstart")), stop_s(load_settings("quickstart", ["--observability.trackers=wandb"]))
-    (70, 100)
+    (80, 110)
     """
     shutdown, observability = settings.shutdown, settings.observability
     parts = (
@@ -108,6 +109,7 @@ def stop_s(settings: RunSettings) -> int:
         shutdown.stop_generators_s,
         shutdown.close_event_log_s,
         shutdown.terminate_s,
+        HURRIED_WRITES_S,
         observability.tracker_close_s if observability.trackers else 0,
     )
     return math.ceil(sum(parts))

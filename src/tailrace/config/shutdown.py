@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict, Field
 
+HURRIED_WRITES_S = 10.0
+"""For all records that wait for the disk, after SIGTERM or a notice of preemption: who sends it waits for no more."""
+
 
 class ShutdownSettings(BaseModel):
     """Deadlines of a run's end; what overruns one is named in the log and ended."""

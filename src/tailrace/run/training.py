@@ -21,6 +21,7 @@ from typing import NoReturn
 import msgspec
 
 from tailrace.config import RUNS, RunSettings, SettingsFile, plan_run, with_decay_end, with_scaled_deadlines
+from tailrace.config.shutdown import HURRIED_WRITES_S
 from tailrace.errors import TailraceError
 from tailrace.lifecycle.exit_codes import ExitCode, exit_code_named, exit_code_of
 from tailrace.lifecycle.garbage import hold_old_objects
@@ -79,8 +80,6 @@ _HURRIED = (ExitCode.TERMINATED, ExitCode.PREEMPTED)
 _DROPPED = "sinks/dropped_records"
 _LARGEST_WRITE_S = 60.0
 """At the end of a run: a disk that has not finished a file by then, of a large batch's tokens perhaps, hangs."""
-_HURRIED_WRITES_S = 10.0
-"""For all that waits for the disk, where whoever asked for the end waits for no more than the last save."""
 _PACKAGES = ("tailrace", "torch", "transformers", "numpy")
 
 
@@ -198,7 +197,8 @@ async def _train_in(
             ):
                 ended = await run.orchestrator.run()
                 exit_code = _exit_code(ended, run.orchestrator.error, signals)
-        summary = await _sum_up(run, ended, exit_code)
+        writes_s = HURRIED_WRITES_S if signals.exit_code in _HURRIED else math.inf  # however the run ended then
+        summary = await _sum_up(run, ended, exit_code, writes_s)
         trackers.summarise(summary)
         return summary
 
@@ -291,11 +291,10 @@ def _end_without_folder(run: ComposedRun, live: LiveView, abort: Callable[[ExitC
     abort(ExitCode.FAILED)
 
 
-async def _sum_up(run: ComposedRun, ended: TrainerEnded, exit_code: int) -> RunSummary:
-    """The run in figures, once everything else is written."""
+async def _sum_up(run: ComposedRun, ended: TrainerEnded, exit_code: int, writes_s: float) -> RunSummary:
+    """The run in figures, once everything else is written, or so many seconds have passed."""
     run.observer.write_rest(max(ended.step, run.orchestrator.step))
-    limit_s = _HURRIED_WRITES_S if exit_code in _HURRIED else math.inf
-    await asyncio.to_thread(run.writer.close, _LARGEST_WRITE_S, limit_s=limit_s)
+    await asyncio.to_thread(run.writer.close, _LARGEST_WRITE_S, limit_s=writes_s)
     writer, orchestrator, ground, observer = run.writer, run.orchestrator, run.ground, run.observer
     summary = RunSummary(
         name=ground.settings.name,
