@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import signal
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -26,9 +27,10 @@ from tailrace.run.started_roles import RoleStarter
 from tailrace.run.trainer_lives import TrainerLives, describe_lives
 from tailrace.transport.batches.queue import BatchSender, MemoryBatchQueue
 from tailrace.transport.events.log import MemoryEventLog
-from tests.run.runs import ROLES, Command, command, records, tiny_settings, trained_tasks
+from tests.run.runs import ROLES, WITHOUT_MODEL, Command, command, records, tiny_settings, trained_tasks
 from tests.run.test_router_replay import save_mixtral
 from tests.support.event_files import read_events
+from tests.support.faults import Fault
 from tests.support.losses import MARK
 
 pytestmark = pytest.mark.skipif(not Path("/proc").exists(), reason="looks at processes through /proc")
@@ -210,6 +212,34 @@ def test_a_trainer_that_is_killed_while_it_starts_is_started_again(tmp_path: Pat
         status, printed = run.wait()
         assert (status, run.leftovers()) == (0, []), printed
     require_one_history(run, 3)
+
+
+def test_a_notice_while_the_trainer_loads_ends_the_run_at_once_with_no_save(tmp_path: Path) -> None:
+    fault = Fault(tmp_path / "fault", "trainer", "stopped", "trainer startup")  # where it waits, as nobody strikes it
+    fault.folder.mkdir()
+    with command(tmp_path, *WITHOUT_MODEL, "--max_steps", "3", variables=fault.variables) as run:
+        run.wait_until(fault.mark("reached-0").exists)
+        (run.folder / "preempt").touch()
+        status, printed = run.wait()
+        assert (status, run.leftovers()) == (75, []), printed
+    summary = read_summary(run.folder)
+    assert (summary.status, summary.steps, summary.checkpoint_path) == (RunStatus.CANCELLED, 0, "")
+    assert summary.reason == "orchestrator: preempted"
+
+
+def test_a_signal_in_the_pause_before_a_trainer_is_started_again_ends_the_run_with_its_status(tmp_path: Path) -> None:
+    with command(tmp_path, *WITHOUT_MODEL, "--restarts.backoff_s", "30", "--max_steps", "100000") as run:
+        log = run.folder / "logs" / "orchestrator.log"
+        for restarts in (1, 2):  # the second one pauses
+            run.wait_for_steps(restarts)
+            kill_trainer(run)
+            run.wait_until(lambda: log.read_text().count("the trainer is started again") == restarts)  # noqa: B023
+        run.process.send_signal(signal.SIGTERM)
+        status, printed = run.wait()
+        assert (status, run.leftovers()) == (143, []), printed
+    summary = read_summary(run.folder)
+    assert summary.status is RunStatus.CANCELLED
+    assert summary.ledger.balances
 
 
 @pytest.mark.parametrize("roles", ROLES)

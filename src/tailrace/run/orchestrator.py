@@ -4,8 +4,8 @@
              record
     work     schedules, evaluates, watches the roles; when it fails, or every task is done, the trainer is asked to stop
 
-The trainer alone ends a run, by its terminal record. Where it is gone without one, this writes it in its place. After
-a run that finished, it waits for evaluations that are due.
+The trainer alone ends a run, by its terminal record. Where it is gone without one, or a run is cancelled whose trainer
+still loads, this writes it in its place. After a run that finished, it waits for evaluations that are due.
 """
 
 from __future__ import annotations
@@ -106,7 +106,9 @@ class Orchestrator(WeightListener, ReplicaListener):
         self._untold: deque[Event] = deque()
         """Of generators that joined or left."""
         self._trainer_started = False
-        self._stop_requested = self._is_interrupted = self._is_exhausted = self._is_hurried = False
+        self._is_interrupted = self._is_exhausted = self._is_hurried = False
+        self._stop: StopRequested | None = None
+        """The first request, once there is one."""
         self._exhausted = DATA_EXHAUSTED
         """Why there is nothing more to schedule, once there is not."""
         self._scheduling: asyncio.Task[None] | None = None
@@ -118,7 +120,7 @@ class Orchestrator(WeightListener, ReplicaListener):
     async def run(self) -> TrainerEnded:
         """Waits for the terminal record. Nothing that it started outlives it, and the ledger balances."""
         follower, worker = asyncio.create_task(self._follow()), asyncio.create_task(self._work())
-        ending = asyncio.create_task(self._until(lambda: self._stop_requested or self._is_exhausted))
+        ending = asyncio.create_task(self._until(lambda: self._stop is not None or self._is_exhausted))
         try:
             await asyncio.wait({follower, worker, ending}, return_when=asyncio.FIRST_COMPLETED)
             if not follower.done():
@@ -147,13 +149,13 @@ class Orchestrator(WeightListener, ReplicaListener):
         if status is RunStatus.CANCELLED:
             self._is_interrupted = True
             self._changed.set()
-        if not self._stop_requested and not self._has_ended:
-            self._stop_requested = True
-            await self._log.append(StopRequested(epoch=self._log.epoch, role=ROLE, status=status, reason=reason))
+        if self._stop is None and not self._has_ended:
+            self._stop = StopRequested(epoch=self._log.epoch, role=ROLE, status=status, reason=reason)
+            await self._log.append(self._stop)
 
     async def fail(self, error: LifecycleError) -> None:
         """End the run as failed, for a reason that no part of it raises."""
-        if not self._stop_requested and not self._has_ended:
+        if self._stop is None and not self._has_ended:
             self.error = error
             _logger.error("the run failed: %s", error)
             await self.request_stop(RunStatus.FAILED, str(error), hurried=True)
@@ -165,7 +167,7 @@ class Orchestrator(WeightListener, ReplicaListener):
             return Stage.STARTING
         if self._has_ended:
             return Stage.EVALUATING if self._evaluator.step is not None else Stage.STOPPING
-        return Stage.STOPPING if self._stop_requested else Stage.TRAINING
+        return Stage.TRAINING if self._stop is None else Stage.STOPPING
 
     @property
     def start_waits_for(self) -> str:
@@ -199,7 +201,7 @@ class Orchestrator(WeightListener, ReplicaListener):
                     self._observer.checkpoint_written(event.step, self.checkpoint)
                     self._roles.trainer.saved(event.step)
                 case StopRequested():
-                    self._stop_requested = True
+                    self._stop = self._stop or event
                     _logger.info("stopping: %s", event.reason)
                     self._stop_scheduling()
                 case TrainerEnded():
@@ -266,7 +268,23 @@ class Orchestrator(WeightListener, ReplicaListener):
         return error
 
     async def _wait_for_record(self, follower: asyncio.Task[TrainerEnded]) -> None:
-        """Wait for the trainer's answer; where it is gone or too late, write the record in its place."""
+        """Wait for the trainer's answer; where it is gone, too late or has nothing to save, write the record for it."""
+        stop = self._stop
+        if stop is not None and stop.status is RunStatus.CANCELLED and self._roles.trainer.is_loading:
+            status, why = stop.status, f"{stop.role}: {stop.reason}"
+        elif missing := await self._unanswered(follower):
+            status, why = RunStatus.FAILED, str(self.error or missing)
+        else:
+            return
+        record = TrainerEnded(epoch=self._log.epoch, status=status, step=self.step, reason=why)
+        with contextlib.suppress(TransportError):  # it came at the last moment
+            await self._log.append(record)
+        await asyncio.wait({follower})
+        with contextlib.suppress(LifecycleError):  # the launcher tells of what cannot be killed
+            await self._roles.trainer.kill()  # whatever it waits for has had its time
+
+    async def _unanswered(self, follower: asyncio.Task[TrainerEnded]) -> str:
+        """Wait for the trainer's terminal record, until it is gone or too late; which, and empty where it answered."""
         left = asyncio.ensure_future(self._roles.trainer.gone())
         deadline_s = self._roles.shutdown.grace_s if self._is_hurried else self._roles.shutdown.last_save_s
         await asyncio.wait({follower, left}, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
@@ -275,19 +293,12 @@ class Orchestrator(WeightListener, ReplicaListener):
         has_left = left.done() and not follower.done()
         left.cancel()
         if follower.done():
-            return
+            return ""
         if has_left:
-            missing = _without_record(left.result())
-        else:
-            missing = f"the trainer did not answer a request to stop within {deadline_s:g} s"
-            _logger.error("stopping: %s", missing)  # although the run may have failed for something else
-        why = str(self.error or missing)
-        record = TrainerEnded(epoch=self._log.epoch, status=RunStatus.FAILED, step=self.step, reason=why)
-        with contextlib.suppress(TransportError):  # it came at the last moment
-            await self._log.append(record)
-        await asyncio.wait({follower})
-        with contextlib.suppress(LifecycleError):  # the launcher tells of what cannot be killed
-            await self._roles.trainer.kill()  # whatever it waits for has had its time
+            return _without_record(left.result())
+        late = f"the trainer did not answer a request to stop within {deadline_s:g} s"
+        _logger.error("stopping: %s", late)  # although the run may have failed for something else
+        return late
 
     # --- the work ------------------------------------------------------------------------------------------------
 

@@ -54,6 +54,11 @@ class RunTrainer(ABC):
     has_answered = False
     """Whether it told how training ended, ahead of the terminal record, which then comes within a time of its own."""
 
+    @property
+    def is_loading(self) -> bool:
+        """Whether it hears no request to stop yet, and has nothing to save: a life of it loads, or is yet to come."""
+        return False
+
     @abstractmethod
     async def watch(self) -> NoReturn:
         """Wait until the trainer ended early and is not started again, and raise why."""
@@ -119,7 +124,9 @@ class TrainerLives(RunTrainer):
         self.batches = starter.transports.batch_sender()  # before there is a trainer that looks for them
         self._end_log = starter.transports.serve_log(log)
         self._ranks = starter.start_trainer()
-        self._has_worked = self._is_over = False
+        self._is_over = False
+        self._newest_begun = -1
+        """The newest life that told of its start; -1 before there is one."""
         self._saved_step = 0
         """Of the newest checkpoint that it told of."""
         self._first_kept_life = 0
@@ -129,6 +136,11 @@ class TrainerLives(RunTrainer):
         self._keeping = asyncio.create_task(self._keep(), name="lives of the trainer")
 
     # --- what its owner waits for ------------------------------------------------------------------------------------
+
+    @property
+    @override
+    def is_loading(self) -> bool:
+        return self._newest_begun < self.restarts
 
     @override
     async def watch(self) -> NoReturn:
@@ -148,7 +160,7 @@ class TrainerLives(RunTrainer):
     @override
     def started(self, step: int) -> None:
         """It is sent what is kept of later steps."""
-        self._has_worked = True
+        self._newest_begun = self.restarts
         self._saved_step = max(step, self._saved_step)
         if not self.restarts:
             return
@@ -249,7 +261,7 @@ class TrainerLives(RunTrainer):
         if self._is_over or self._log.has_ended:
             return None
         by_itself = rank.status is not None and not is_from_outside(rank.status)
-        end = EarlyEnd(asyncio.get_running_loop().time(), has_worked=self._has_worked, by_itself=by_itself)
+        end = EarlyEnd(asyncio.get_running_loop().time(), has_worked=self._newest_begun >= 0, by_itself=by_itself)
         return self._history.next_pause_s(end)
 
     async def _end_life(self) -> None:
