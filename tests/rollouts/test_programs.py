@@ -28,7 +28,9 @@ from tailrace.environments import (
     command_agent,
     load_environment,
 )
+from tailrace.environments.programs.host import hosted
 from tailrace.environments.programs.marked import MARK, marks
+from tailrace.environments.programs.process import Program
 from tailrace.errors import BudgetExceeded, InvalidReward, ProgramFailed, RolloutTimeout, SettingsError
 from tailrace.gateway import Gateway
 from tailrace.records import GroupId, Rollout, RolloutId
@@ -84,6 +86,15 @@ def alive() -> list[int]:
             if psutil.Process(pid).environ().get("TMPDIR", "").startswith(tempfile.gettempdir()):
                 found.append(pid)
     return found
+
+
+def pipes() -> set[str]:
+    """That this process has open."""
+    found = set()
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):  # that of the folder itself
+            found.add(str(descriptor.readlink()))
+    return {one for one in found if one.startswith("pipe:")}
 
 
 def left() -> list[object]:
@@ -205,6 +216,29 @@ async def test_a_rollouts_time_and_its_cancellation_end_the_program(renderer: Ch
     with pytest.raises(asyncio.CancelledError):
         await running
     assert not left()
+
+
+async def test_an_end_that_is_cancelled_leaves_no_pipe_open(tmp_path: Path) -> None:
+    before = pipes()
+    async with hosted() as host:
+        program = Program(
+            host,
+            host.new_number(),
+            [sys.executable, "-c", "import time; time.sleep(600)"],
+            folder=tmp_path,
+            environment=os.environ,
+            standard_input=None,
+            limits=ProgramLimits(),
+        )
+        closing = asyncio.create_task(program.close())
+        await asyncio.sleep(0)
+        closing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await closing
+    async with asyncio.timeout(20):
+        while not pipes() <= before:  # noqa: ASYNC110 - nothing tells of it
+            await asyncio.sleep(0.01)
+    assert not alive()
 
 
 async def test_the_example_program_calls_its_tool(renderer_of: Callable[[str], ChatRenderer]) -> None:

@@ -109,21 +109,24 @@ class Program:
                 os.kill(self._process.pid, signal.SIGTERM)
 
     async def close(self) -> None:
-        """End whatever is left of it. A second call does nothing."""
+        """End whatever is left of it. A second call only waits; one that is cancelled leaves the rest to go on."""
         if self._ending is None:
-            self._ending = asyncio.ensure_future(asyncio.to_thread(self._host.end, self._number, self._process))
+            self._ending = asyncio.ensure_future(self._finish())
         await asyncio.shield(self._ending)
-        if self._output >= 0:
+
+    async def _finish(self) -> None:
+        try:
+            await asyncio.to_thread(self._host.end, self._number, self._process)
+        finally:
             self._loop.remove_reader(self._output)
             for _ in range(_LAST_PIECES):
                 if not self._read():
                     break
             os.close(self._output)
-            self._output = -1
-        self._host.ended(self._number)
-        if self._ended.done() and not self._ended.cancelled():
-            self._ended.exception()  # which nobody may have waited for
-        self._ended.cancel()
+            self._host.ended(self._number)
+            if self._ended.done() and not self._ended.cancelled():
+                self._ended.exception()  # which nobody may have waited for
+            self._ended.cancel()
 
     def failed_with(self, status: int) -> ProgramFailed:
         """That it ended with this status, in words."""
