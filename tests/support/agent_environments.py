@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import itertools
+import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -102,6 +104,8 @@ async def misbehave(behave: str, policy: Policy, reply: Reply) -> dict[str, Json
             damage_next_branches()
         case "leave a thread":
             threading.Thread(target=time.sleep, args=(600,)).start()
+        case "start a process":
+            return {"path": child_path()}
         case "numpy":
             return {"array": np.arange(3), "number": np.float32(0.5)}
         case "unserializable":
@@ -116,6 +120,13 @@ async def misbehave(behave: str, policy: Policy, reply: Reply) -> dict[str, Json
             policy.set_column(reply, "weights", np.full((reply.completion.num_tokens, 2), 0.5))
             policy.demonstrate([{"role": "user", "content": "go"}, {"role": "assistant", "content": "well"}])
     return {}
+
+
+def child_path() -> Json:
+    """`PYTHONPATH` of what this process starts."""
+    code = "import json, os; print(json.dumps(os.environ.get('PYTHONPATH')))"
+    found: Json = json.loads(subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, check=True).stdout)
+    return found
 
 
 class Panic(BaseException):
@@ -205,8 +216,10 @@ async def grade(task: Task, messages: list[Message]) -> float:
     return 0.75
 
 
-def slow_grade(task: Task, messages: list[Message]) -> float:
+def slow_grade(task: Task, messages: list[Message]) -> AgentResult | float:
     """Synchronous: it runs in a killable process of its own."""
+    if task["behave"] == "start a process":
+        return AgentResult(1.0, info={"path_of_reward": child_path()})
     return float(os.getpid())
 
 

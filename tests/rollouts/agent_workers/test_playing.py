@@ -88,6 +88,21 @@ async def test_agents_environments_and_rewards_run_in_the_worker_without_torch(r
     assert checked.value not in (worker, os.getpid())  # synchronous code has a process of its own there, too
 
 
+@pytest.mark.parametrize("users", [None, "/of/the/user"])
+async def test_what_an_agent_starts_finds_the_users_python_path(
+    renderer: ChatRenderer, monkeypatch: pytest.MonkeyPatch, users: str | None
+) -> None:
+    """An interpreter of its own must not find the modules of Tailrace's."""
+    if users is None:
+        monkeypatch.delenv("PYTHONPATH", raising=False)
+    else:
+        monkeypatch.setenv("PYTHONPATH", users)
+    async with Run(renderer, "checked") as run:
+        rollout = await run.rollout("start a process", name="checked")
+    assert rollout.reward is not None
+    assert (rollout.reward.columns["path"], rollout.reward.columns["path_of_reward"]) == (users, users)
+
+
 async def test_rollouts_go_to_the_worker_that_holds_the_fewest(renderer: ChatRenderer) -> None:
     async with Run(renderer, workers=2) as run:
         await run.rollouter.start()

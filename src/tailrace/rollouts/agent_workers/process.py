@@ -67,6 +67,7 @@ from tailrace.rollouts.scoring import JudgeUsage, RelativeJudge
 from tailrace.rollouts.scoring.judge import Chat
 from tailrace.rollouts.settings import RolloutSettings
 from tailrace.rollouts.workers.pool import WorkerPool
+from tailrace.rollouts.workers.starting import restore_python_path
 from tailrace.tracing.lag import LoopLagMonitor
 from tailrace.tracing.log_files import log_to_stderr
 from tailrace.tracing.phases import OTHER, PhaseRecorder, phase
@@ -431,6 +432,7 @@ class _OwnSelector(selectors.DefaultSelector):
 
 def main() -> int:
     """Play rollouts until the orchestrator says that it is over, or is gone."""
+    restore_python_path()
     signal.signal(signal.SIGTERM, lambda *_: None)  # to all of a job: the orchestrator decides, and closes
     os.dup2(2, 1)  # what users' code prints goes to the log
     end_number, stacks, *segments = map(int, sys.argv[1:])

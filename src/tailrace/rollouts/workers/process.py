@@ -41,6 +41,7 @@ from tailrace.rollouts.workers.messages import (
     pack,
     request_decoder,
 )
+from tailrace.rollouts.workers.starting import restore_python_path
 
 
 class RolloutWorker:
@@ -124,6 +125,7 @@ def failure(error: BaseException) -> Answer:
 
 def main() -> None:
     """Answer calls until the orchestrator closes the pipe or vanishes."""
+    restore_python_path()
     requests, answers = _take_pipes()
     hello = hello_decoder.decode(_read(requests))
     sys.path[:] = hello.module_path
