@@ -71,7 +71,8 @@ def command_agent(
     `task_in`: where it finds the task's row as JSON, the variable `TAILRACE_TASK`, the file that `TAILRACE_TASK_FILE`
     names, or its standard input. `environment` is added to its variables. A program that ends with another status than
     0 fails its rollout unless `score_failures`. `keep_failed` is a folder for the folders of programs that failed, 100
-    at most. `concurrency`: how many run at once in one process of Tailrace; the others wait.
+    at most; one that `rollouts.timeout_s` ended is not among them. `concurrency`: how many run at once in one process
+    of Tailrace; the others wait.
 
     >>> agent = command_agent([sys.executable, "-c", "print('hello')"], reward=lambda end: len(end.output))
     >>> agent.require_command()
