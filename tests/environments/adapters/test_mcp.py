@@ -28,7 +28,7 @@ from tailrace.environments import (
 )
 from tailrace.errors import EnvironmentFailed, SettingsError, ToolError
 from tailrace.free_ports import free_port
-from tailrace.records import TaskId
+from tailrace.records import Json, TaskId
 from tailrace.rollouts import ChatRenderer
 from tests.environments.adapters.playing import call, play
 from tests.support import mcp_servers
@@ -92,8 +92,35 @@ async def test_a_published_server_runs_as_it_is(renderer: ChatRenderer) -> None:
     assert "Convert time between timezones" in opening
 
 
+class Front:
+    """Stands before a server. Answers each message itself while it is told to, with a status and an error or a text."""
+
+    def __init__(self) -> None:
+        self.answer: tuple[int, dict[str, Json] | str] | None = None
+
+    def before(self, app: Any) -> Any:
+        async def asked(scope: Any, receive: Any, send: Any) -> None:
+            if self.answer is None or scope["type"] != "http" or scope["method"] != "POST":
+                await app(scope, receive, send)
+                return
+            body, more = b"", True
+            while more:
+                event = await receive()
+                body, more = body + event["body"], event["more_body"]
+            status, said = self.answer
+            if isinstance(said, str):
+                kind, text = b"text/html", said
+            else:
+                kind = b"application/json"
+                text = json.dumps({"jsonrpc": "2.0", "id": json.loads(body).get("id"), "error": said})
+            await send({"type": "http.response.start", "status": status, "headers": [(b"content-type", kind)]})
+            await send({"type": "http.response.body", "body": text.encode()})
+
+        return asked
+
+
 @contextlib.asynccontextmanager
-async def served() -> AsyncIterator[str]:
+async def served(front: Front | None = None) -> AsyncIterator[str]:
     """A server over HTTP, made with the package's own class; its URL."""
     import uvicorn
     from mcp.server.mcpserver import MCPServer
@@ -106,7 +133,8 @@ async def served() -> AsyncIterator[str]:
         return word.upper()
 
     listening = socket.create_server(("127.0.0.1", 0))
-    running = uvicorn.Server(uvicorn.Config(server.streamable_http_app(), log_level="error", lifespan="on"))
+    app = (front or Front()).before(server.streamable_http_app())
+    running = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="on"))
     serving = asyncio.create_task(running.serve(sockets=[listening]))
     try:
         yield f"http://127.0.0.1:{listening.getsockname()[1]}/mcp"
@@ -118,6 +146,46 @@ async def served() -> AsyncIterator[str]:
 async def test_a_server_behind_a_url_answers() -> None:
     async with served() as url:
         assert told(await ask(McpServer(url=url, headers={"Authorization": "Bearer key"}))) == "HUSH"
+
+
+@pytest.mark.parametrize(
+    ("answer", "raises", "says"),
+    [
+        ((503, "<html>"), EnvironmentFailed, "did not answer a call of shout: HTTP 503"),
+        ((401, "<html>"), EnvironmentFailed, "did not answer a call of shout: HTTP 401"),
+        ((404, "<html>"), EnvironmentFailed, "did not answer a call of shout: HTTP 404"),
+        ((404, {"code": -32600, "message": "no such session"}), EnvironmentFailed, "HTTP 404: no such session"),
+        ((200, "<html>"), EnvironmentFailed, "did not answer a call of shout: Unexpected content type"),
+        ((202, ""), EnvironmentFailed, "did not answer a call of shout: .*202"),
+        ((400, {"code": -32602, "message": "no such word"}), ToolError, "^no such word$"),
+        ((200, {"code": -32603, "message": "out of breath"}), ToolError, "^out of breath$"),
+    ],
+)
+async def test_of_a_server_behind_a_url_only_what_it_answers_is_for_the_policy(
+    answer: tuple[int, dict[str, Json] | str], raises: type[Exception], says: str
+) -> None:
+    async with served(front := Front()) as url:
+        server = McpServer(url=url, shared=True)
+        async with server.tools() as tools:
+            front.answer = answer
+            with pytest.raises(raises, match=says):
+                await tools.functions["shout"](word="hush")
+            front.answer = None
+        assert told(await ask(server)) == "HUSH"
+        await server.close()
+
+
+async def test_a_server_behind_a_url_that_has_gone_costs_the_rollouts_that_meet_it() -> None:
+    async with contextlib.AsyncExitStack() as serving:
+        server = McpServer(url=await serving.enter_async_context(served()), shared=True)
+        async with server.tools() as tools:
+            await serving.aclose()
+            for _ in range(2):
+                with pytest.raises(EnvironmentFailed, match="a call of shout"):
+                    await tools.functions["shout"](word="hush")
+        with pytest.raises(EnvironmentFailed, match="the MCP server"):
+            await ask(server)
+        await server.close()
 
 
 async def test_nothing_behind_a_url_is_told() -> None:

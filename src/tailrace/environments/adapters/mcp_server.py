@@ -7,8 +7,8 @@
             reply = await policy.chat(messages, tools=tools.specs)
             messages += [reply.message, *await answer_tool_calls(reply, tools.functions)]
 
-What the server answers to a call, errors of its tools included, is for the policy; a server that is gone, hangs or
-writes garbage costs the rollout that meets it.
+What the server answers to a call, errors of its tools included, is for the policy; a server that is gone, refuses a
+request over HTTP, hangs or writes garbage costs the rollout that meets it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from tailrace.extras import import_extra
 from tailrace.records import Json, ToolSpec
 
 if TYPE_CHECKING:
-    from mcp import Client
+    import httpx2
+    from mcp import Client, MCPError
     from mcp_types import CallToolResult, ContentBlock
 
     from tailrace.environments.adapters.mcp_stdio import StdioTransport
@@ -146,6 +147,8 @@ class _Connection:
         self._listed: asyncio.Future[list[ToolSpec]] = asyncio.get_running_loop().create_future()
         self._is_doubtful = False
         """A call met no answer, or garbage: those who use it may go on, and no other rollout is given it."""
+        self._refusals: list[int] = []
+        """Statuses with which messages to a server by URL were refused."""
         self._holder = asyncio.create_task(self._hold())
 
     @classmethod
@@ -208,8 +211,14 @@ class _Connection:
         from mcp.client.streamable_http import streamable_http_client
 
         limits = httpx2.Timeout(server.start_timeout_s, read=max(server.call_timeout_s, _HTTP_READ_S))
-        async with httpx2.AsyncClient(headers=dict(server.headers), timeout=limits) as client:
+        async with httpx2.AsyncClient(
+            headers=dict(server.headers), timeout=limits, event_hooks={"response": [self._hear]}
+        ) as client:
             yield streamable_http_client(server.url, http_client=client)
+
+    async def _hear(self, response: httpx2.Response) -> None:
+        if response.request.method == "POST" and response.is_error:
+            self._refusals.append(response.status_code)
 
     async def _list(self, client: Client) -> list[ToolSpec]:
         found: dict[str, ToolSpec] = {}
@@ -236,7 +245,7 @@ class _Connection:
         from mcp import MCPError
 
         assert self._client is not None  # tools are listed by a client
-        limit_s = self.server.call_timeout_s
+        limit_s, num_refused = self.server.call_timeout_s, len(self._refusals)
         try:
             async with asyncio.timeout(limit_s):
                 result = await self._client.call_tool(name, arguments)
@@ -248,6 +257,11 @@ class _Connection:
                 if self._transport is not None:
                     await self._transport.said_all()
                 raise self._failed(f"was lost in a call of {name}") from error
+            refusals = self._refusals[num_refused:]  # perhaps of a call beside this one: it fails as well, then
+            if self.server.url is not None and not _is_answer(error, refusals):
+                self._is_doubtful = True
+                said = ": ".join([*(f"HTTP {status}" for status in refusals[-1:]), error.message])
+                raise self._failed(f"did not answer a call of {name}: {said}") from error
             raise ToolError(error.message) from error
         except Exception as error:
             self._is_doubtful = True
@@ -312,6 +326,15 @@ class _SharedConnection:
     async def close(self) -> None:
         if self._loop is asyncio.get_running_loop() and self._connection is not None:
             await self._connection.close()
+
+
+def _is_answer(error: MCPError, refusals: Sequence[int]) -> bool:
+    """Whether a server by URL said so itself: the client makes errors of all that HTTP fails with, too."""
+    from mcp_types import CONNECTION_CLOSED, INVALID_PARAMS, INVALID_REQUEST, PARSE_ERROR
+
+    if error.code == INVALID_PARAMS:  # the client never says that, and servers do with status 400
+        return True
+    return not refusals and error.code not in (CONNECTION_CLOSED, INVALID_REQUEST, PARSE_ERROR)
 
 
 def _said(error: BaseException) -> str:
