@@ -53,8 +53,14 @@ def call(mode: str, number: int, word: str) -> None:
         say({"id": number, "result": content(mode, word)})
 
 
-def main(mode: str) -> None:
-    if mode == "never-starts":
+def start(mode: str) -> None:
+    if mode == "waits-to-start":
+        Path("begun").touch()
+        while not Path("may-start").exists():
+            time.sleep(0.01)
+    if mode == "leaves-a-trace":
+        Path(f"started-{os.getpid()}").touch()
+    if mode in ("never-starts", "leaves-a-trace"):
         print("no licence", file=sys.stderr, flush=True)
         sys.exit(3)
     if mode == "killed-at-start":
@@ -65,6 +71,10 @@ def main(mode: str) -> None:
     if mode == "garbage":
         while True:
             print("INFO nothing to see here")
+
+
+def main(mode: str) -> None:
+    start(mode)
     for line in sys.stdin:
         asked = json.loads(line)
         method, number = asked["method"], asked.get("id")

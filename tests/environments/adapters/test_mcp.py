@@ -279,6 +279,30 @@ async def test_a_shared_server_that_was_lost_is_started_again(tmp_path: Path) ->
     await server.close()
 
 
+async def test_rollouts_that_wait_for_one_start_share_its_failure(tmp_path: Path) -> None:
+    server = small("leaves-a-trace", shared=True, cwd=str(tmp_path))
+    failures = await asyncio.gather(*(ask(server) for _ in range(4)), return_exceptions=True)
+    assert [str(one).count("it wrote: no licence") for one in failures] == [1] * 4
+    assert len(list(tmp_path.iterdir())) == 1  # start
+    with pytest.raises(EnvironmentFailed, match="no licence"):
+        await ask(server)
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+async def test_a_start_goes_on_while_somebody_waits_for_it(tmp_path: Path) -> None:
+    server = small("waits-to-start", shared=True, cwd=str(tmp_path))
+    rollouts = [asyncio.create_task(ask(server)) for _ in range(3)]
+    async with asyncio.timeout(20):
+        while not (tmp_path / "begun").exists():  # noqa: ASYNC110 - another process makes it
+            await asyncio.sleep(0.01)
+    rollouts[0].cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await rollouts[0]
+    (tmp_path / "may-start").touch()
+    assert [told(one) for one in await asyncio.gather(*rollouts[1:])] == ["HUSH"] * 2
+    await server.close()
+
+
 async def test_a_call_without_an_answer_costs_its_own_rollout_and_none_that_shares_the_server() -> None:
     server = small("hangs-at-times", shared=True, call_timeout_s=0.5)
     async with server.tools() as tools:

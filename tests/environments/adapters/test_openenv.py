@@ -239,6 +239,50 @@ async def test_a_rollout_cancelled_while_the_server_starts_leaves_it_to_the_next
         await server.close()
 
 
+async def test_rollouts_that_wait_for_one_start_share_its_failure(tmp_path: Path) -> None:
+    (tmp_path / "broken_env" / "server").mkdir(parents=True)
+    app = tmp_path / "broken_env" / "server" / "app.py"
+    app.write_text("import os\nopen(f'begun-{os.getpid()}', 'w').close()\nraise RuntimeError('no licence')")
+    server = OpenEnvServer(package="broken_env", cwd=str(tmp_path))
+    failures = await asyncio.gather(
+        *(rollout(openenv_environment(server), "hush") for _ in range(4)), return_exceptions=True
+    )
+    assert ["no licence" in str(one) for one in failures] == [True] * 4
+    assert len(list(tmp_path.glob("begun-*"))) == 1
+    with pytest.raises(EnvironmentFailed, match="no licence"):
+        await rollout(openenv_environment(server), "hush")
+    assert len(list(tmp_path.glob("begun-*"))) == 2
+
+
+_HANGING_APP = """
+import json, time
+from pathlib import Path
+
+async def app(scope, receive, send):
+    assert scope["type"] == "http"
+    if scope["path"] == "/step" and not Path("hung").exists():
+        Path("hung").touch()
+        time.sleep(600)
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": json.dumps({"observation": "hi"}).encode()})
+"""
+
+
+async def test_a_server_that_was_started_here_and_hangs_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "hanging_env" / "server").mkdir(parents=True)
+    (tmp_path / "hanging_env" / "server" / "app.py").write_text(_HANGING_APP)
+    server = OpenEnvServer(package="hanging_env", cwd=str(tmp_path), transport="http", step_timeout_s=2)
+    try:
+        async with server.session({"seed": 1}) as (session, _):
+            with pytest.raises(EnvironmentFailed, match="cannot be asked: ReadTimeout"):
+                await session.step({})
+        assert not _servers_of("hanging_env")
+        async with server.session({"seed": 1}) as (session, _):
+            assert await session.step({}) == {"observation": "hi"}
+    finally:
+        await server.close()
+
+
 def _servers_of(package: str) -> list[psutil.Process]:
     return [one for one in psutil.Process().children(recursive=True) if package in " ".join(one.cmdline())]
 

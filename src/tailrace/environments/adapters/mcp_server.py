@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from tailrace.environments.adapters.shared_start import SharedStart
 from tailrace.environments.tools import Tool
 from tailrace.errors import EnvironmentFailed, SettingsError, ToolError
 from tailrace.extras import import_extra
@@ -300,7 +301,7 @@ class _Connection:
 
 
 class _SharedConnection:
-    """The connection of a server that is shared: opened by the first rollout, again where it was lost."""
+    """The connection of a server that is shared: opened for the first rollouts, again where it was lost."""
 
     def __init__(self, server: McpServer) -> None:
         self._server = server
@@ -308,14 +309,17 @@ class _SharedConnection:
 
     async def acquire(self) -> _Connection:
         if self._loop is not asyncio.get_running_loop():  # what another one had, ended with it
-            self._loop, self._opening = asyncio.get_running_loop(), asyncio.Lock()
+            self._loop, self._opening = asyncio.get_running_loop(), SharedStart(self._open)
             self._connection: _Connection | None = None
-        async with self._opening:
-            connection = self._connection
-            if connection is None or not connection.is_usable:
-                connection = self._connection = await _Connection.open(self._server)
-            connection.users += 1
-            return connection
+        connection = self._connection
+        if connection is None or not connection.is_usable:
+            connection = await self._opening.result()
+        connection.users += 1
+        return connection
+
+    async def _open(self) -> _Connection:
+        self._connection = await _Connection.open(self._server)
+        return self._connection
 
     async def release(self, connection: _Connection) -> None:
         """A lost one is closed with its last rollout."""

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from urllib.parse import urlsplit, urlunsplit
 
 from tailrace.child_processes import kill_group
+from tailrace.environments.adapters.shared_start import SharedStart
 from tailrace.errors import EnvironmentFailed, SettingsError
 from tailrace.extras import import_extra
 from tailrace.records import Json
@@ -30,6 +31,8 @@ _MAX_MESSAGE_BYTES = 64 << 20
 _FULL_PAUSE_S = (0.05, 1.0)
 """Between attempts to get a session of a server that is full: nothing tells when others leave it."""
 _KEPT_CHARACTERS = 2_000
+_HUNG_S = 10.0
+"""In which a server that left a request without an answer must at least say that it is there."""
 _READ_OUT_S = 2.0
 """For what a server had written; another process may hold its pipe for ever."""
 _NO_WEBSOCKET = (403, 404, 405, 426)
@@ -123,6 +126,11 @@ class OpenEnvServer:
         """An error that names the server, with what it wrote last."""
         return EnvironmentFailed(f"{self} {what}{self._running.described()}")
 
+    async def unanswered(self, what: str) -> EnvironmentFailed:
+        """As `failed`, of a request without an answer: a server that was started here and hangs is ended."""
+        await self._running.end_if_hung()
+        return self.failed(what)
+
     def _http(self, base: str) -> httpx.AsyncClient:
         import httpx
 
@@ -137,26 +145,22 @@ class _Running:
     def __init__(self, server: OpenEnvServer) -> None:
         self._server = server
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._process: Process | None = None
-        self._base = server.url
+        self._started: _Started | None = None
         self._written = ""
-        self._tasks: list[asyncio.Task[None]] = []
         self._by_http = server.transport == "http"
         self._open = 0
 
     async def base_url(self) -> str:
         """Of the server, which is started first where it has to be."""
         if self._loop is not asyncio.get_running_loop():  # what another one had, ended with it
-            self._loop, self._process, self._open = asyncio.get_running_loop(), None, 0
-            self._starting, self._left = asyncio.Lock(), asyncio.Event()
-        if self._server.package is None:
-            assert self._base is not None  # it has a URL or a package
-            return _with_scheme(self._base, "http")
-        async with self._starting:
-            if self._process is None or self._process.returncode is not None:
-                self._base = await self._start()
-        assert self._base is not None
-        return self._base
+            self._loop, self._started, self._open = asyncio.get_running_loop(), None, 0
+            self._starting, self._left = SharedStart(self._start), asyncio.Event()
+        if self._server.url is not None:
+            return _with_scheme(self._server.url, "http")
+        started = self._started
+        if started is None or started.process.returncode is not None:
+            started = await self._starting.result()
+        return started.base
 
     def described(self) -> str:
         said = self._written.strip()[-_KEPT_CHARACTERS:]
@@ -215,18 +219,20 @@ class _Running:
                     what = "has no WebSocket" if lacks_it else "opened no WebSocket, though it may have one"
                     raise self._server.failed(f"{what}: {error}") from error
                 self._by_http = True
-            except (OSError, TimeoutError) as error:
+            except TimeoutError as error:
+                raise await self._server.unanswered(f"cannot be reached: {error}") from error
+            except OSError as error:
                 raise self._server.failed(f"cannot be reached: {error}") from error
             except InvalidHandshake as error:
                 raise self._server.failed(f"opened no WebSocket: {error}") from error
         client = await stack.enter_async_context(self._server._http(base))
         return _HttpSession(self._server, client)
 
-    async def _start(self) -> str:
+    async def _start(self) -> _Started:
         """Start the package's server on a socket that is bound already: connections wait until it is up."""
         with socket.create_server(("127.0.0.1", 0)) as listening:
             descriptor = listening.fileno()
-            self._process = process = await asyncio.create_subprocess_exec(
+            process = await asyncio.create_subprocess_exec(
                 self._server.python,
                 *("-c", _UVICORN, f"{self._server.package}.server.app:app", "--fd", str(descriptor)),
                 stdin=PIPE,
@@ -237,23 +243,23 @@ class _Running:
                 start_new_session=True,
             )
             base = f"http://127.0.0.1:{listening.getsockname()[1]}"
-        self._tasks = [asyncio.create_task(self._listen(process)), asyncio.create_task(self._hold(process))]
-        is_up = False
+        tasks = [asyncio.create_task(self._listen(process)), asyncio.create_task(self._hold(process))]
+        started, limit_s, is_up = _Started(process, base, tasks), self._server.start_timeout_s, False
         try:
-            is_up = await self._comes_up(process, base)
+            is_up = await self._answers(started, limit_s)
         finally:
-            if not is_up:  # or the rollout that waits here was cancelled: the next one starts another server
-                await self.close()
+            if not is_up:  # or the rollouts that wait here were cancelled: the next one starts another server
+                await started.end()
         if not is_up:
-            raise self._server.failed(f"did not come up within {self._server.start_timeout_s:g} s, or ended before")
-        return base
+            raise self._server.failed(f"did not come up within {limit_s:g} s, or ended before")
+        self._started = started
+        return started
 
-    async def _comes_up(self, process: Process, base: str) -> bool:
-        """Whether it answers, within its time and before it ends."""
-        limit_s = self._server.start_timeout_s
-        async with self._server._http(base) as client:
+    async def _answers(self, started: _Started, limit_s: float) -> bool:
+        """Whether it does, within this time and before it ends."""
+        async with self._server._http(started.base) as client:
             health = asyncio.ensure_future(client.get("/health", timeout=limit_s))
-            ended = asyncio.ensure_future(process.wait())
+            ended = asyncio.ensure_future(started.process.wait())
             try:
                 await asyncio.wait({health, ended}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
             finally:
@@ -262,14 +268,16 @@ class _Running:
                 await asyncio.gather(health, ended, return_exceptions=True)
             return not health.cancelled() and health.exception() is None
 
+    async def end_if_hung(self) -> None:
+        """Where it answers nothing at all; the next session starts another one."""
+        started, limit_s = self._started, min(_HUNG_S, self._server.step_timeout_s)
+        if started is not None and not await self._answers(started, limit_s) and started is self._started:
+            await self.close()
+
     async def close(self) -> None:
-        process, self._process = self._process, None
-        if process is not None and self._loop is asyncio.get_running_loop():
-            kill_group(process.pid)
-            await process.wait()
-            await asyncio.wait(self._tasks, timeout=_READ_OUT_S)
-            for task in self._tasks:
-                task.cancel()
+        started, self._started = self._started, None
+        if started is not None and self._loop is asyncio.get_running_loop():
+            await started.end()
 
     async def _listen(self, process: Process) -> None:
         assert process.stderr is not None  # it has a pipe
@@ -282,6 +290,24 @@ class _Running:
             await process.wait()
         finally:
             kill_group(process.pid)
+
+
+@dataclass(frozen=True)
+class _Started:
+    """A server that was started here."""
+
+    process: Process
+    base: str
+    """Its URL."""
+    tasks: list[asyncio.Task[None]]
+    """They listen to it, and end it with the event loop."""
+
+    async def end(self) -> None:
+        kill_group(self.process.pid)
+        await self.process.wait()
+        await asyncio.wait(self.tasks, timeout=_READ_OUT_S)
+        for task in self.tasks:
+            task.cancel()
 
 
 class _WebSocketSession:
@@ -306,7 +332,7 @@ class _WebSocketSession:
                     await self._socket.send(json.dumps({"type": kind, "data": dict(data)}))
                 answer = json.loads(await self._socket.recv())
         except TimeoutError:
-            raise self._server.failed(f"did not answer a {kind} within {limit_s:g} s") from None
+            raise await self._server.unanswered(f"did not answer a {kind} within {limit_s:g} s") from None
         except ConnectionClosed as error:
             raise self._server.failed(f"closed the connection in a {kind}: {error}") from error
         except ValueError as error:
@@ -350,6 +376,8 @@ async def _answer(server: OpenEnvServer, asking: Any) -> dict[str, Json]:
             raise InvalidAction(answer.text)
         answer.raise_for_status()
         found = answer.json()
+    except httpx.TimeoutException as error:
+        raise await server.unanswered(f"cannot be asked: {type(error).__name__}: {error}") from error
     except (httpx.HTTPError, ValueError) as error:
         raise server.failed(f"cannot be asked: {type(error).__name__}: {error}") from error
     if not isinstance(found, dict):
