@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import zmq
+import zmq.asyncio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -18,11 +22,12 @@ from torch import Tensor
 from tailrace.errors import CorruptData, ModelError, TransportError
 from tailrace.generation.engine_thread.generator import Generator
 from tailrace.generation.engines.torch import TorchEngine
+from tailrace.generation.rpc import messages
 from tailrace.generation.rpc.client import GeneratorClient
 from tailrace.generation.rpc.server import GeneratorServer, StandAlone
 from tailrace.generation.rpc.uploads import Upload, UploadedModelStateDicts
 from tailrace.records import ModelStateDictRef
-from tailrace.transport.channels import create_socket_folder, ipc_address
+from tailrace.transport.channels import create_socket_folder, encode, ipc_address
 from tailrace.transport.weights.lending import ModelStateDictLender
 from tailrace.transport.weights.stores import ModelStateDict, SharedMemoryModelStateDictStore
 from tests.generation.engine_support import make_engine, make_model
@@ -212,7 +217,9 @@ def test_a_whole_file_that_arrives_damaged_is_refused(tmp_path: Path) -> None:
     uploads.close()
 
 
-def built() -> TorchEngine:
+def built(once: threading.Event | None = None) -> TorchEngine:
+    if once is not None:
+        once.wait(60)
     return make_engine(make_model())
 
 
@@ -314,6 +321,38 @@ async def test_a_generator_that_cannot_be_built_for_one_run_is_built_for_the_nex
     assert failures == []
     lender.close()
     store.close()
+
+
+async def said_hello(address: str, run: str) -> zmq.asyncio.Socket:
+    """A client of a run whose hello was taken, and waits for the engine to be built."""
+    peer = zmq.asyncio.Context.instance().socket(zmq.DEALER)
+    peer.connect(address)
+    await peer.send(encode(messages.HelloCall(call_id=0, protocol=messages.PROTOCOL, epoch=run)))
+    await peer.send(b"nonsense")
+    assert b"CorruptData" in await peer.recv()  # which is answered at once, after the hello was taken
+    return peer
+
+
+async def test_of_runs_that_wait_for_the_same_generator_one_is_let_in(tmp_path: Path) -> None:
+    may_be_built = threading.Event()
+    async with stand_alone(tmp_path / "generator", partial(built, may_be_built)) as (address, _), asyncio.timeout(60):
+        peers = [await said_hello(address, run) for run in ("first", "second", "third")]
+        may_be_built.set()
+        answers = [await peer.recv() for peer in peers]
+        for peer in peers:
+            peer.close(linger=0)
+    assert [b"WelcomeReply" in answer for answer in answers] == [True, False, False]
+    assert [b"in use by another run" in answer for answer in answers] == [False, True, True]
+
+
+async def test_a_run_that_died_as_it_waited_for_a_generator_keeps_no_other_out(tmp_path: Path) -> None:
+    may_be_built = threading.Event()
+    async with stand_alone(tmp_path / "generator", partial(built, may_be_built)) as (address, _), asyncio.timeout(60):
+        (await said_hello(address, "first")).close(linger=0)
+        next_one = await said_hello(address, "next")
+        may_be_built.set()
+        assert b"WelcomeReply" in await next_one.recv()
+        next_one.close(linger=0)
 
 
 async def test_a_generator_that_was_started_again_is_sent_all(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ run, and ends when it is gone.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -110,7 +111,7 @@ class GeneratorServer:
         self._failure: Exception | None = None
         self._epoch = ""
         self._leaves_for = ""
-        self._renewing, self._uploading = asyncio.Lock(), asyncio.Lock()
+        self._welcoming, self._uploading = asyncio.Lock(), asyncio.Lock()
 
     @property
     def generator(self) -> Generator:
@@ -251,12 +252,13 @@ class GeneratorServer:
                 f"generator.connect: the generator speaks version {messages.PROTOCOL} of the protocol, this run "
                 f"version {call.protocol}: install the same version of Tailrace on both sides"
             )
-        if self._stand_alone:
-            await self._begin_run(call, self._stand_alone)
-        await self._generator.ready()
+        async with self._welcoming:  # whoever waits with another run finds this one let in
+            if self._stand_alone:
+                await self._begin_run(call, self._stand_alone)
+            await self._generator.ready()
+            self._clients.setdefault(client, _Client(call.epoch)).epoch = call.epoch
         if call.seed is not None:
             self._generator.reseed(call.seed)
-        self._clients.setdefault(client, _Client(call.epoch)).epoch = call.epoch
         self.used.set()
         if self._leaves_for:
             self.ask_to_leave(self._leaves_for)
@@ -272,15 +274,16 @@ class GeneratorServer:
         """Another run than the last one begins with the engine's first weights, and one that brings weights of its own
         with an empty cache. Raises while the last one is connected.
         """
-        async with self._renewing:
-            if any(client.epoch != call.epoch for client in self._clients.values()):
-                raise SettingsError(
-                    "generator.connect: the generator is in use by another run: stop that run, or start a generator "
-                    "of your own with `tailrace serve`"
-                )
-            if not await self._suits(call, stand_alone):
-                await self._begin_anew(stand_alone)
-            self._epoch = call.epoch
+        self._tell_load()
+        await asyncio.sleep(0)  # the end of this turn, in which that is sent
+        if any(client.epoch != call.epoch for client in self._clients.values()):
+            raise SettingsError(
+                "generator.connect: the generator is in use by another run: stop that run, or start a generator "
+                "of your own with `tailrace serve`"
+            )
+        if not await self._suits(call, stand_alone):
+            await self._begin_anew(stand_alone)
+        self._epoch = call.epoch
 
     async def _suits(self, call: messages.HelloCall, stand_alone: StandAlone) -> bool:
         """Whether a run may begin with the engine as it is.
@@ -349,16 +352,18 @@ class GeneratorServer:
         """Waits between reports; ends with the server. Raises `LifecycleError` once a run that it joined is gone."""
         while True:
             await asyncio.sleep(self._report_every_s)
-            for client, state in [*self._clients.items()]:
-                try:
-                    statistics = self._generator.statistics()
-                except EngineFailed:
-                    continue
-                report = messages.ReportReply(call_id=messages.TO_ALL, statistics=statistics, received=state.received)
-                self._reply(client, report)
+            self._tell_load()
             if self._has_joined and self.used.is_set() and not self._clients:
                 self._failure = LifecycleError("the run that this generator joined is gone")
                 raise self._failure
+
+    def _tell_load(self) -> None:
+        """To every client, at the end of this turn; one that went away is dropped then. Nothing without an engine."""
+        with contextlib.suppress(EngineFailed):
+            statistics = self._generator.statistics()
+            for client, state in [*self._clients.items()]:
+                report = messages.ReportReply(call_id=messages.TO_ALL, statistics=statistics, received=state.received)
+                self._reply(client, report)
 
     def close(self) -> None:
         """Stop listening. `serve` does so at its end. Closing twice does nothing."""
