@@ -32,7 +32,7 @@ class Loading(ReplicaClient):
     """Loads weights for a while, each replica for another while; fails as often as told, at once."""
 
     def __init__(self, load_s: float, failing: int = 0) -> None:
-        self._load_s, self.loads, self._failing = load_s, 0, failing
+        self.load_s, self.loads, self._failing = load_s, 0, failing
         self._failed: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
 
     @property
@@ -46,7 +46,7 @@ class Loading(ReplicaClient):
         self.loads += 1
         if self.loads <= self._failing:
             raise TransportError("lost")
-        await asyncio.sleep(self._load_s)
+        await asyncio.sleep(self.load_s)
         return ref.version
 
     async def interrupt(self, request_ids: Iterable[str] | None = None) -> int:
@@ -182,6 +182,57 @@ async def given_up_without_weights(first_version: int) -> float:
 def test_one_that_can_load_no_weights_at_all_is_given_up_as_if_it_were_starved(first_version: int) -> None:
     """A run that is resumed begins once its weights serve."""
     assert run_in_virtual_time(given_up_without_weights(first_version)) == pytest.approx(120)
+
+
+async def serving_at_steps(
+    *, joins_at: int, load_s: float, late_s: float | None = None, loading_share: float
+) -> list[tuple[bool, bool]]:
+    """Whether a quick replica and a slow one take requests at the end of each step of the trainer, of a second.
+
+    The slow one loads for `load_s`, and once, around step 10, for `late_s`. None serves anything older than it may.
+    """
+    router = Router(["quick", "slow"], RouterSettings(loading_share=loading_share), max_staleness=4)
+    quick, slow, serving = Loading(0.01), Loading(load_s), list[tuple[bool, bool]]()
+    uses = [asyncio.create_task(router.use("quick", quick, STATISTICS))]
+    for step in range(40):
+        if step == joins_at:
+            uses.append(asyncio.create_task(router.use("slow", slow, STATISTICS)))
+        await asyncio.sleep(0)
+        if step:
+            router.weights.publish(published(step))
+        slow.load_s = late_s if late_s is not None and step in (10, 11) else load_s
+        for _ in range(100):
+            await asyncio.sleep(0.01)
+            for replica in router.replicas:
+                if replica.serving:
+                    assert step - max(0, replica.version) < 4
+                    assert replica.version >= router.weights.installed_version
+        serving.append((router.replicas[0].serving, router.replicas[1].serving))
+    for use in uses:
+        use.cancel()
+    await asyncio.gather(*uses, return_exceptions=True)
+    return serving
+
+
+@pytest.mark.parametrize("loading_share", [0.5, 1.0])
+def test_one_whose_loads_take_longer_than_a_step_serves_soon_after_it_joined(loading_share: float) -> None:
+    serving = run_in_virtual_time(serving_at_steps(joins_at=10, load_s=1.2, loading_share=loading_share))
+    assert serving[15:] == [(True, True)] * 25
+
+
+@pytest.mark.parametrize("loading_share", [0.5, 1.0])
+def test_one_whose_loads_take_longer_than_a_step_serves_again_after_a_late_one(loading_share: float) -> None:
+    course = serving_at_steps(joins_at=0, load_s=1.2, late_s=6, loading_share=loading_share)
+    serving = run_in_virtual_time(course)
+    assert serving[:10] == [(True, True)] * 10
+    assert (True, False) in serving[10:20]
+    assert serving[20:] == [(True, True)] * 20
+
+
+def test_one_whose_loads_never_end_in_time_holds_up_no_other_and_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    serving = run_in_virtual_time(serving_at_steps(joins_at=5, load_s=4.5, loading_share=0.5))
+    assert serving == [(True, False)] * 40
+    assert caplog.text.count("slow has loaded weights 5 times and takes no requests") == 1
 
 
 @pytest.mark.parametrize("load_s", [in_any_order, newest_first])

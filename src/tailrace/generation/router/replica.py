@@ -45,9 +45,9 @@ class Replica:
     version: int = -1
     """Of its weights; -1 until it was given the trainer's, whatever model it started with."""
     starved: bool = False
-    """It trails the trainer by more than it may: no new requests."""
+    """Its weights are older than what may serve: no new requests."""
     is_admitted: bool = True
-    """It holds weights that are new enough to serve, or did since it joined."""
+    """It held weights that are near the trainer's since it joined: no version is installed that it does not hold."""
     leaves_for: str = ""
     """Why it leaves in order: no new requests, and those it has go on elsewhere. Empty while it stays."""
     was_there: bool = False

@@ -256,22 +256,28 @@ class Router:
         for replica in self.replicas if changed is None else [changed]:
             was_starved = replica.starved
             if newest is not None:
-                replica.starved = self._is_starved(replica, newest.version)
-                replica.is_admitted = replica.is_admitted or not replica.starved
+                self._judge(replica, trails_by=newest.version - max(0, replica.version))
             if replica is changed or replica.starved or was_starved:
                 self._update(replica)
         self._changed.set()
 
-    def _is_starved(self, replica: Replica, newest: int) -> bool:
-        """It may trail as far as tokens may be stale; one that did must first reach the newest version again.
+    def _judge(self, replica: Replica, trails_by: int) -> None:
+        """It may trail as far as tokens may be stale; one that did must first be near again, within half of that.
 
-        One that joins may trail as far, too, but serves nothing older than what everybody was told that all serve.
+        So must one that joins. From then on nothing counts as installed that it does not hold, and it serves once it
+        holds what counted before, which its next load brings. A load may take longer than a step: then it ends with
+        neither the newest version nor what all others hold meanwhile.
+
         One that was there before anything was published serves the model that it started with, which is version 0.
         """
-        trails_by = newest - max(0, replica.version)
-        if not replica.is_admitted:
-            return trails_by >= self._starved_at or replica.version < max(0, self.weights.installed_version)
-        return trails_by >= (1 if replica.starved else self._starved_at)
+        is_near = trails_by <= self._starved_at // 2
+        replica.is_admitted = replica.is_admitted or (is_near and replica.version >= 0)
+        replica.starved = (
+            trails_by >= self._starved_at
+            or (replica.starved and not is_near)
+            or not replica.is_admitted
+            or replica.version < self.weights.installed_version
+        )
 
     # --- waiting -------------------------------------------------------------------------------------------------
 

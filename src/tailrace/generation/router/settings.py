@@ -24,7 +24,11 @@ class RouterSettings(BaseModel):
         default=0.1, ge=0, description="See escape_ratio; in shares of what a replica's cache holds"
     )
     loading_share: float = Field(
-        default=0.5, gt=0, le=1, description="Share of the replicas that may load weights at once (one always may)"
+        default=0.5,
+        gt=0,
+        le=1,
+        description="Share of the replicas that may load weights at once (one always may); those that are starved of "
+        "weights have as many turns of their own",
     )
     report_every_s: float = Field(
         default=0.5,

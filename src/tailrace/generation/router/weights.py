@@ -1,7 +1,7 @@
 """New weights to every generator of a run: the one owner of newest-wins and of retries.
 
     publish(ref) ──→ newest ──→ one follower per replica: loads it, retries where that fails
-                        ↑       a share of the replicas loads at once
+                        ↑       a share of the replicas loads at once, and as many that are starved
     listener ←── installed: the lowest version that the replicas hold; or not installed
 
 The old weights serve until new ones are installed. Versions published while one loads are skipped but for the newest,
@@ -15,12 +15,13 @@ import contextlib
 import logging
 import math
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from typing import NoReturn, Protocol, TypeAlias
 
 from tailrace.errors import EngineFailed, ModelError, TailraceError
 from tailrace.generation.decisions import DEFAULT_WEIGHT_POLICY, WeightPolicy
 from tailrace.generation.router.replica import Replica
+from tailrace.generation.router.turns import Turns
 from tailrace.records import ModelStateDictRef
 from tailrace.tracing.phases import phase
 
@@ -30,6 +31,8 @@ LoadModelStateDict: TypeAlias = Callable[[ModelStateDictRef], Awaitable[int]]
 """Installs weights in one generator; the version really installed. See `Generator.load_model_state_dict`."""
 
 _LONGEST_PAUSE_S = 30.0
+_LOADS_IN_VAIN = 5
+"""Loads in a row after which a replica that takes no requests still is told of."""
 _WOKEN_AT_ONCE = 64
 """Followers that new weights wake in one turn of the loop: a thousand at once held it for 50 ms."""
 
@@ -55,7 +58,8 @@ class WeightDistributor:
         starved_deadline_s: float = math.inf,
         on_change: Callable[[Replica | None], None] = lambda replica: None,
     ) -> None:
-        """`loads_at_once` says how many of so many replicas may load at the same time, one at least.
+        """`loads_at_once` says how many of so many replicas may load at the same time, one at least. That many may
+        which take requests, and that many which are starved: however long these load, those wait for none of them.
 
         A replica that is starved, or was given none of the trainer's weights yet, is given up once loads that failed,
         and the pauses after them, came to `starved_deadline_s` since one succeeded. What a load takes that succeeds,
@@ -69,8 +73,9 @@ class WeightDistributor:
         self.listener: WeightListener | None = None
         self._policy, self._on_change = policy, on_change
         self._starved_deadline_s = starved_deadline_s
-        self._loads_at_once, self._loading = loads_at_once, 0
         self._replicas = dict[Replica, None]()
+        self._loads_at_once = loads_at_once
+        self._turns, self._turns_of_starved = Turns(self._at_once), Turns(self._at_once)
         self._counted = dict[Replica, int]()
         """Those that are admitted, and the version that each counts for."""
         self._holders = Counter[int]()
@@ -81,9 +86,10 @@ class WeightDistributor:
         """When versions were published that not every replica holds."""
         self._followers = dict[asyncio.Future[None], None]()
         """That wait for newer weights than they have."""
-        self._waiting = dict[asyncio.Future[None], None]()
-        """For their turn to load, in order."""
         self._clock = asyncio.get_running_loop().time
+
+    def _at_once(self) -> int:
+        return self._loads_at_once(len(self._replicas))
 
     @property
     def lowest_version(self) -> int:
@@ -127,12 +133,13 @@ class WeightDistributor:
         """
         self._replicas[replica] = None
         self._count(replica)
-        self._give_turns()  # more may load at once, of more
-        tried, attempt, life, starved_s = -1, 0, self._life_of_newest, 0.0
+        for turns in (self._turns, self._turns_of_starved):
+            turns.give()  # more may load at once, of more
+        tried, attempt, life, starved_s, in_vain = -1, 0, self._life_of_newest, 0.0, 0
         try:
             while True:
                 await self._newer_than(replica.version, life)
-                async with self._turn_to_load():
+                async with (self._turns_of_starved if replica.starved else self._turns).turn():
                     ref, life_of_ref = await self._newer_than(replica.version, life), self._life_of_newest
                     tried, attempt = ref.version, attempt + 1 if ref.version == tried else 1
                     lacks_weights, began_s = replica.starved or replica.version < 0, self._clock()
@@ -140,6 +147,9 @@ class WeightDistributor:
                 if error is None:
                     life, starved_s = life_of_ref, 0.0
                     self._update(replica)
+                    in_vain = in_vain + 1 if replica.starved else 0
+                    if in_vain == _LOADS_IN_VAIN:
+                        self._warn_of_slow(replica)
                     continue
                 self._report(replica, ref.version, attempt, error)
                 deadline_s = began_s + self._starved_deadline_s - starved_s if lacks_weights else math.inf
@@ -150,31 +160,6 @@ class WeightDistributor:
         finally:
             self._replicas.pop(replica, None)
             self._update(replica)
-
-    @contextlib.asynccontextmanager
-    async def _turn_to_load(self) -> AsyncIterator[None]:
-        """Waits until fewer load than may at once, of as many as there are now."""
-        turn = asyncio.get_running_loop().create_future()
-        self._waiting[turn] = None
-        self._give_turns()
-        try:
-            await turn
-            yield
-        finally:
-            if turn in self._waiting:
-                del self._waiting[turn]
-            else:  # it had its turn
-                self._loading -= 1
-            self._give_turns()
-
-    def _give_turns(self) -> None:
-        """To those who wait longest: each wakes one, since all of them would ask as often as there are replicas."""
-        while self._waiting and self._loading < self._loads_at_once(len(self._replicas)):
-            turn = next(iter(self._waiting))
-            del self._waiting[turn]
-            self._loading += 1
-            if not turn.done():
-                turn.set_result(None)
 
     async def _load(self, replica: Replica, load: LoadModelStateDict, ref: ModelStateDictRef) -> TailraceError | None:
         """One attempt; the error where it failed. Raises `EngineFailed`."""
@@ -202,6 +187,13 @@ class WeightDistributor:
                 self.listener.weights_not_installed(version)
             if replica.version < 0 and isinstance(error, ModelError):
                 raise error
+
+    def _warn_of_slow(self, replica: Replica) -> None:
+        _logger.warning(
+            "%s has loaded weights %d times and takes no requests: it trails the trainer by more than half of "
+            "scheduling.max_staleness whenever a load ends. Its loads are too slow for the trainer's steps",
+            *(replica.name, _LOADS_IN_VAIN),
+        )
 
     def _starved(self, replica: Replica, version: int, error: TailraceError) -> EngineFailed:
         return EngineFailed(
