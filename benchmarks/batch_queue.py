@@ -30,13 +30,13 @@ import numpy as np
 from tailrace.batching import Packing, SampledGroup, compute_advantages, sample_group
 from tailrace.batching.batches import form_batch
 from tailrace.lifecycle.event_loop import run_on_event_loop
-from tailrace.lifecycle.resources import own_shared_memory, own_socket_folder
 from tailrace.records import Group, PlannedBatch
 from tailrace.replay.synthetic import SyntheticLoad, synthetic_groups
 from tailrace.transport.batches.channels import ChannelBatchReceiver, ChannelBatchSender
 from tailrace.transport.batches.queue import BatchReceiver, BatchSender, MemoryBatchQueue
 from tailrace.transport.batches.stores import FileSource, FileStore, SharedMemoryStore, ValueSource, ValueStore
 from tailrace.transport.channels import ipc_address
+from tailrace.transport.owned_folders import own_shared_memory, own_socket_folder
 
 RANKS = 8
 TARGET_S = 1e-3

@@ -29,7 +29,6 @@ from numpy.typing import NDArray
 from tailrace.batching import Packing, compute_advantages, form_batch, sample_group
 from tailrace.batching.packing import RowPlan, plan_rows, sample_costs
 from tailrace.batching.slices import drained
-from tailrace.lifecycle.resources import shared_memory_folder
 from tailrace.records import (
     Branch,
     Completion,
@@ -44,6 +43,7 @@ from tailrace.records import (
     TaskId,
 )
 from tailrace.transport.batches.stores import SharedMemoryStore
+from tailrace.transport.owned_folders import shared_memory_folder
 
 ROW_TOKENS = 8192
 SHORTEST, LONGEST = 200, 8000

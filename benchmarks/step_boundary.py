@@ -57,7 +57,6 @@ from tailrace.generation.rpc.messages import (
 )
 from tailrace.lifecycle.event_loop import run_on_event_loop
 from tailrace.lifecycle.garbage import hold_old_objects
-from tailrace.lifecycle.resources import own_shared_memory, own_socket_folder, remove_leftovers, shared_memory_folder
 from tailrace.records import (
     Branch,
     Completion,
@@ -78,6 +77,12 @@ from tailrace.replay.memory import PeakMemory, copy_s
 from tailrace.transport.batches.channels import ChannelBatchSender
 from tailrace.transport.batches.stores import SharedMemoryStore
 from tailrace.transport.channels import encode, ipc_address
+from tailrace.transport.owned_folders import (
+    own_shared_memory,
+    own_socket_folder,
+    remove_leftovers,
+    shared_memory_folder,
+)
 from tailrace.transport.payloads.accounts import PayloadAccounts
 from tailrace.transport.payloads.slab_store import SlabPayloadStore
 

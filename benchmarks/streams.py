@@ -37,7 +37,6 @@ import numpy as np
 from tailrace.batching.packing import Packing, plan_rows
 from tailrace.batching.slices import drained
 from tailrace.lifecycle.event_loop import run_on_event_loop
-from tailrace.lifecycle.resources import own_shared_memory, own_socket_folder
 from tailrace.records import (
     BatchSummary,
     Branch,
@@ -60,6 +59,7 @@ from tailrace.transport.batches.channels import ChannelBatchReceiver, ChannelBat
 from tailrace.transport.batches.queue import BatchReceiver, BatchSender
 from tailrace.transport.batches.stores import FileSource, SharedMemoryStore, ValueSource, ValueStore
 from tailrace.transport.channels import ipc_address
+from tailrace.transport.owned_folders import own_shared_memory, own_socket_folder
 from tailrace.transport.redis.channels import RedisPlace
 from tailrace.transport.redis.sample_receiver import RedisSampleReceiver
 from tailrace.transport.redis.sample_sender import RedisSampleSender

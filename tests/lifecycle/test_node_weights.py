@@ -15,10 +15,10 @@ import torch
 from ray.exceptions import ActorDiedError, RayTaskError
 
 from tailrace.errors import TransportError
-from tailrace.lifecycle import resources
 from tailrace.lifecycle.node_weights import NodeWeights, WeightsOfNodes
-from tailrace.lifecycle.resources import NodeFolder, node_memory, remove_leftovers
 from tailrace.records import ModelStateDictRef
+from tailrace.transport import owned_folders as resources
+from tailrace.transport.owned_folders import NodeFolder, node_memory, remove_leftovers
 from tailrace.transport.weights.stores import NodeModelStateDictStore, SharedMemoryModelStateDictStore
 
 EPOCH = "0123456789abcdef0123"

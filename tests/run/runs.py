@@ -20,10 +20,10 @@ import psutil
 import pytest
 
 from tailrace.config import RUNS, RunSettings, load_settings
-from tailrace.lifecycle.resources import shared_memory_folder
 from tailrace.reporting.summary import RunSummary
 from tailrace.run.training import train
 from tailrace.transport.channels import runtime_folder
+from tailrace.transport.owned_folders import shared_memory_folder
 
 ROOT = Path(__file__).parents[2]
 TINY = (

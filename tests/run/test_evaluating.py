@@ -12,8 +12,8 @@ from tailrace.config import RunSettings
 from tailrace.config.sources import recipe_folder
 from tailrace.errors import EnvironmentFailed, SettingsError
 from tailrace.free_ports import free_port
-from tailrace.lifecycle.resources import shared_memory_folder
 from tailrace.run.evaluating import evaluate_model, save_rollouts
+from tailrace.transport.owned_folders import shared_memory_folder
 from tests.run.runs import environment, records, tiny_settings
 from tests.run.test_serve import address_of, serving
 

@@ -46,7 +46,7 @@ async def test_weights_between_gpus_are_asked_for_at_the_address_of_the_trainers
 async def test_weights_on_their_way_from_node_to_node_lie_in_the_memory_of_each(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tailrace.lifecycle.resources.shared_memory_folder", lambda: tmp_path)
+    monkeypatch.setattr("tailrace.transport.owned_folders.shared_memory_folder", lambda: tmp_path)
     transports = transports_on_nodes(tmp_path, "--transport.weights", "object_store")
     async with transports.trainer(0, "tcp://127.0.0.7:0") as ends:
         ref = ends.model_state_dicts.publish({"head": torch.ones(2)}, 1)

@@ -24,10 +24,10 @@ from tailrace.config.ray import RaySettings
 from tailrace.errors import SettingsError
 from tailrace.lifecycle.cluster import ClusterNode
 from tailrace.lifecycle.ray_cluster import RayCluster
-from tailrace.lifecycle.resources import shared_memory_folder
 from tailrace.records import RunStatus
 from tailrace.reporting.summary import read_summary
 from tailrace.run.joined_serving import release
+from tailrace.transport.owned_folders import shared_memory_folder
 from tests.run.runs import PATIENCE_S, Command, command, records, rollouts, tiny_settings
 from tests.run.test_joined_runs import joining, newest, require_nothing_lost
 from tests.support.descendants import still_run

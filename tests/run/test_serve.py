@@ -23,11 +23,11 @@ from tailrace.feed import Feed
 from tailrace.free_ports import free_port
 from tailrace.generation.rpc.client import GeneratorClient
 from tailrace.generation.rpc.messages import WelcomeReply
-from tailrace.lifecycle.resources import shared_memory_folder
 from tailrace.records import ModelStateDictRef
 from tailrace.reporting.summary import read_summary
 from tailrace.run.serving import serve
 from tailrace.transport.keys import CurveKeys, write_keys
+from tailrace.transport.owned_folders import shared_memory_folder
 from tests.examples.test_external_trainer import TINY, started
 from tests.run.runs import PATIENCE_S, ROLES, WITHOUT_MODEL, command, records
 from tests.run.served import SMALL, address_of, http_address_of, refusal, serving

@@ -186,7 +186,7 @@ def _remove_leftovers() -> None:
     The last of its children to leave removes all. One thread at a time: a second one would take the folder that the
     first has locked for one in use, and end the process before the first is done.
     """
-    from tailrace.lifecycle.resources import remove_leftovers
+    from tailrace.transport.owned_folders import remove_leftovers
 
     with _REMOVING:
         deadline_s = time.monotonic() + _ENDS_S

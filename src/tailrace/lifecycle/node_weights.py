@@ -21,8 +21,8 @@ import numpy as np
 
 from tailrace.errors import TailraceError, TransportError
 from tailrace.generation.rpc.uploads import PIECE_BYTES, Upload, UploadedModelStateDicts
-from tailrace.lifecycle.resources import NodeFolder, remove_leftovers
 from tailrace.records import ModelStateDictRef
+from tailrace.transport.owned_folders import NodeFolder, remove_leftovers
 from tailrace.transport.weights.lending import LendingFigures, ModelStateDictLender
 from tailrace.transport.weights.stores import remove_abandoned
 

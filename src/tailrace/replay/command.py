@@ -15,7 +15,6 @@ from pathlib import Path
 from tailrace.config import RunSettings
 from tailrace.errors import DataError, SettingsError, TailraceError
 from tailrace.guards import guarded
-from tailrace.lifecycle.resources import own_shared_memory, own_socket_folder, remove_leftovers
 from tailrace.records import Group
 from tailrace.replay.capture import SETTINGS_FILE, capture_folders, read_capture
 from tailrace.replay.experts import ReplayedExperts, num_bytes
@@ -28,6 +27,7 @@ from tailrace.tracing.phases import PhaseRecorder
 from tailrace.transport.batches.channels import ChannelBatchReceiver, ChannelBatchSender
 from tailrace.transport.batches.stores import FileSource, SharedMemoryStore
 from tailrace.transport.channels import ipc_address
+from tailrace.transport.owned_folders import own_shared_memory, own_socket_folder, remove_leftovers
 
 _logger = logging.getLogger(__name__)
 

@@ -28,12 +28,12 @@ from tailrace.config import (
 )
 from tailrace.errors import DataError, SettingsError
 from tailrace.guards import guarded
-from tailrace.lifecycle.resources import remove_leftovers
 from tailrace.output_files import part_of, replace_durably
 from tailrace.reporting.sinks import step_of_path
 from tailrace.reporting.tokens.files import files_in
 from tailrace.run.notices import NOTICE
 from tailrace.run.ownership import OWNER_FILE, Ownership, own_folder
+from tailrace.transport.owned_folders import remove_leftovers
 from tailrace.transport.redis.feed_place import FEED_FILE
 
 

@@ -22,13 +22,6 @@ from tailrace.generation.rpc.client import BringWeights, GeneratorClient, Report
 from tailrace.generation.rpc.server import GeneratorServer, OpenModelStateDict
 from tailrace.lifecycle.launchers import Launcher
 from tailrace.lifecycle.node_weights import WeightsOfNodes
-from tailrace.lifecycle.resources import (
-    NodeFolder,
-    node_memory,
-    own_payload_folder,
-    own_shared_memory,
-    remove_leftovers,
-)
 from tailrace.lifecycle.roles import Role, RoleSpec
 from tailrace.records import ModelStateDictRef
 from tailrace.rollouts.agent_workers.hosting import HostClient, WorkerHost
@@ -50,6 +43,13 @@ from tailrace.transport.channels import Channel, OpenChannel, require_listener
 from tailrace.transport.events.log import MemoryEventLog
 from tailrace.transport.events.rpc import ConversingEventLogServer, EventLogClient, EventLogServer
 from tailrace.transport.keys import CurveKeys, guard_all
+from tailrace.transport.owned_folders import (
+    NodeFolder,
+    node_memory,
+    own_payload_folder,
+    own_shared_memory,
+    remove_leftovers,
+)
 from tailrace.transport.payloads.accounts import PayloadAccounts
 from tailrace.transport.payloads.slab_store import FOLDER, OverflowingPayloadStore, SlabPayloadStore
 from tailrace.transport.payloads.store import MemoryPayloadStore, PayloadStore

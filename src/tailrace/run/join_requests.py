@@ -31,7 +31,6 @@ from tailrace.errors import CorruptData, ModelError, SettingsError
 from tailrace.generation.rpc.client import BringWeights, LendWeights
 from tailrace.generation.rpc.messages import PROTOCOL
 from tailrace.guards import guarded
-from tailrace.lifecycle.resources import own_socket_folder
 from tailrace.models.identity import ModelIdentity, identify
 from tailrace.run.engines import with_adapters
 from tailrace.run.folder import announcement_file, writing
@@ -40,6 +39,7 @@ from tailrace.run.replica_pool import Place
 from tailrace.run.replica_sources import JoinedGenerator, contradiction
 from tailrace.transport.channels import CLOSE_LINGER_MS, PeerMonitor, encode, ipc_address, received
 from tailrace.transport.keys import CurveKeys, guard, keep_alive, read_or_write_keys, require_safe_address
+from tailrace.transport.owned_folders import own_socket_folder
 from tailrace.transport.payloads.accounts import PayloadAccounts
 
 _logger = logging.getLogger(__name__)

@@ -32,7 +32,6 @@ from tailrace.generation.settings import GeneratorSettings, ModelSettings
 from tailrace.guards import guarded, read_at_most
 from tailrace.lifecycle.event_loop import first_done
 from tailrace.lifecycle.exit_codes import ExitCode
-from tailrace.lifecycle.resources import own_shared_memory, own_socket_folder, remove_leftovers
 from tailrace.lifecycle.signals import StopSignals
 from tailrace.models.identity import identify
 from tailrace.models.loading import require_weights
@@ -43,6 +42,7 @@ from tailrace.run.join_requests import Accepted, Announce, Apply, JoinClient, Jo
 from tailrace.run.roles import RoleSettings
 from tailrace.transport.channels import ipc_address
 from tailrace.transport.keys import CurveKeys, is_of_this_machine, read_keys, require_safe_address
+from tailrace.transport.owned_folders import own_shared_memory, own_socket_folder, remove_leftovers
 from tailrace.transport.payloads.store import MemoryPayloadStore
 
 WAITS_S = 300.0

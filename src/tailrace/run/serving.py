@@ -20,7 +20,6 @@ from tailrace.generation.engine_thread.generator import Generator
 from tailrace.generation.rpc.server import GeneratorServer, StandAlone
 from tailrace.generation.rpc.uploads import UploadedModelStateDicts
 from tailrace.lifecycle.exit_codes import ExitCode
-from tailrace.lifecycle.resources import OwnedFolder, own_shared_memory, remove_leftovers
 from tailrace.lifecycle.signals import StopSignals
 from tailrace.models.identity import identify
 from tailrace.models.loading import require_weights, tokenizer_folder
@@ -30,6 +29,7 @@ from tailrace.run.asked import asked_policies
 from tailrace.run.engines import build_engine, engine_factory, require_engine
 from tailrace.run.ranks import follow_rank, own_device, torchrun_rank
 from tailrace.transport.keys import read_http_key, read_or_write_keys, require_safe_address
+from tailrace.transport.owned_folders import OwnedFolder, own_shared_memory, remove_leftovers
 from tailrace.transport.payloads.store import MemoryPayloadStore
 
 ADDRESS = "tcp://127.0.0.1:5757"

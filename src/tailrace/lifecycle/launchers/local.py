@@ -22,10 +22,10 @@ from tailrace.errors import LifecycleError
 from tailrace.lifecycle.heartbeats import Beat, LivenessWatch, Ready
 from tailrace.lifecycle.launchers.base import Launcher, RoleHandle
 from tailrace.lifecycle.processes import STACKS_S, STOP, spawn_role
-from tailrace.lifecycle.resources import own_socket_folder
 from tailrace.lifecycle.roles import Role
 from tailrace.tracing.stacks import STACKS
 from tailrace.transport.channels import ipc_address
+from tailrace.transport.owned_folders import own_socket_folder
 
 _BEAT_EVERY_S = 0.5
 _ORPHAN_S = 15.0

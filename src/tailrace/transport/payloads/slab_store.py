@@ -6,7 +6,7 @@
 
 Payloads of many requests share a slab, so a step of a thousand turns makes no thousand files, and no page is fresh but
 those of a store that grows. The folder belongs to one run: it is locked by the run's owner and goes with it (see
-`lifecycle.resources`), and a run that resumes begins with an empty one, since rollouts in flight start over.
+`transport.owned_folders`), and a run that resumes begins with an empty one, since rollouts in flight start over.
 """
 
 from __future__ import annotations

@@ -2,25 +2,23 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
 
 from tailrace.errors import SettingsError
-from tailrace.lifecycle import child
-from tailrace.lifecycle.resources import (
+from tailrace.transport.channels import ipc_address
+from tailrace.transport.owned_folders import (
     NodeFolder,
     own_payload_folder,
     own_shared_memory,
     own_socket_folder,
     remove_leftovers,
 )
-from tailrace.transport.channels import ipc_address
 
 DIES_WITH_RESOURCES = """
 import os, pathlib, sys
-from tailrace.lifecycle.resources import own_shared_memory
+from tailrace.transport.owned_folders import own_shared_memory
 folder = own_shared_memory("epoch", pathlib.Path(sys.argv[1]))
 (folder.path / "batch").write_bytes(b"x")
 print(folder.path, flush=True)
@@ -28,9 +26,9 @@ os._exit(9)
 """
 DIES_WITH_MEMORY_OF_A_NODE = """
 import os, pathlib, sys
-from tailrace.lifecycle import resources
-resources.shared_memory_folder = lambda: pathlib.Path(sys.argv[1])
-print(resources.NodeFolder("epoch", "10.0.0.1").path, flush=True)
+from tailrace.transport import owned_folders
+owned_folders.shared_memory_folder = lambda: pathlib.Path(sys.argv[1])
+print(owned_folders.NodeFolder("epoch", "10.0.0.1").path, flush=True)
 os._exit(9)
 """
 
@@ -58,7 +56,7 @@ def test_leftovers_of_a_dead_run_are_removed_and_those_of_a_living_one_stay(tmp_
 def test_memory_of_a_node_goes_with_the_last_of_its_owners_and_as_a_leftover_where_they_died(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tailrace.lifecycle.resources.shared_memory_folder", lambda: tmp_path)
+    monkeypatch.setattr("tailrace.transport.owned_folders.shared_memory_folder", lambda: tmp_path)
     first, second = NodeFolder("epoch", "10.0.0.1"), NodeFolder("epoch", "10.0.0.1")
     (first.path / "weights").write_bytes(b"x")
     first.leave()
@@ -106,29 +104,3 @@ def test_a_folder_for_shared_memory_that_cannot_be_used_is_named(tmp_path: Path)
 def test_a_socket_path_that_is_too_long_is_refused() -> None:
     with own_socket_folder("epoch") as sockets, pytest.raises(SettingsError, match="XDG_RUNTIME_DIR"):
         ipc_address(sockets.path, "x" * 100)
-
-
-def test_a_role_whose_threads_both_remove_leftovers_ends_after_the_one_that_began(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Else the second, which finds the folder locked, ends the process in the middle of the first one's work."""
-    began, may_end, ended = threading.Event(), threading.Event(), list[str]()
-
-    def remove() -> None:
-        began.set()
-        may_end.wait(10)
-        ended.append("removed")
-
-    monkeypatch.setattr(child, "_PARENT", 0)
-    monkeypatch.setattr("tailrace.lifecycle.resources.remove_leftovers", remove)
-    first = threading.Thread(target=child._remove_leftovers)
-    second = threading.Thread(target=child._remove_leftovers)
-    first.start()
-    began.wait(10)
-    began.clear()
-    second.start()
-    assert not began.wait(0.1)
-    may_end.set()
-    first.join(10)
-    second.join(10)
-    assert ended == ["removed", "removed"]
