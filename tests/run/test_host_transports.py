@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from pathlib import Path
 from typing import NoReturn
 
@@ -10,12 +12,20 @@ import pytest
 import torch
 
 from tailrace.errors import TransportError
+from tailrace.lifecycle.launchers.local import LocalLauncher
 from tailrace.lifecycle.node_weights import WeightsOfNodes
 from tailrace.records import ModelStateDictRef
-from tailrace.run.host_transports import HostTransports, TransportAddresses
+from tailrace.run.folder import RunPaths
+from tailrace.run.host_transports import HostTransports, TransportAddresses, host_transports
 from tailrace.transport.keys import CurveKeys
 from tests.run.runs import tiny_settings
 
+DIES_WITH_MEMORY = """
+import os, pathlib, sys
+from tailrace.transport.owned_folders import own_shared_memory
+print(own_shared_memory("role", pathlib.Path(sys.argv[1])).path, flush=True)
+os._exit(9)
+"""
 ON_GPUS = ("--trainer.device", "cuda", "--generator.engine", "vllm", "--transport.weights", "nccl")
 
 
@@ -62,6 +72,21 @@ async def test_weights_on_their_way_from_node_to_node_lie_in_the_memory_of_each(
         ):
             pass
     assert [*tmp_path.glob("tailrace-run-*")] == []
+
+
+async def test_shared_memory_of_a_role_that_was_killed_goes_with_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = tmp_path / "memory"
+    memory.mkdir()
+    monkeypatch.setattr("tailrace.transport.owned_folders.shared_memory_folder", lambda: memory)
+    launcher = LocalLauncher("epoch", tmp_path / "logs")
+    async with host_transports(tiny_settings(parent=tmp_path), RunPaths(tmp_path / "run"), launcher) as transports:
+        command = [sys.executable, "-c", DIES_WITH_MEMORY, str(memory)]
+        dead = await asyncio.to_thread(subprocess.run, command, check=False, capture_output=True, text=True)
+        assert {str(path) for path in memory.iterdir()} == {dead.stdout.strip(), transports.where.shared_memory}
+    launcher.kill()
+    assert [*memory.iterdir()] == []
 
 
 async def test_weights_of_a_life_of_the_trainer_can_be_loaded_until_they_are_forgotten(tmp_path: Path) -> None:

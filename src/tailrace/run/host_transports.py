@@ -402,11 +402,12 @@ def redis_place(where: TransportAddresses, settings: RunSettings, url: str = "")
 
 @asynccontextmanager
 async def host_transports(settings: RunSettings, paths: RunPaths, launcher: Launcher) -> AsyncIterator[HostTransports]:
-    """With fresh folders, which are removed at the end; those of dead runs are removed before."""
+    """With fresh folders, which are removed at the end; before and after it those of dead runs and roles are."""
     await asyncio.to_thread(remove_leftovers)
     redis = await _redis_url(settings, launcher) if settings.uses_redis else ""
     samples = await _redis_url(settings, launcher) if settings.feeds_through_redis else ""
     async with AsyncExitStack() as stack:
+        stack.push_async_callback(asyncio.to_thread, remove_leftovers)
         if launcher.has_roles_elsewhere:  # which sees the run's folder alone
             await asyncio.to_thread(remove_leftovers, paths.root)
             shared_memory = payloads = stack.enter_context(own_payload_folder(launcher.epoch, paths.root)).path

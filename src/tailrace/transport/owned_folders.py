@@ -1,7 +1,7 @@
-"""Folders that a run owns: for shared memory, for payloads elsewhere, for sockets.
+"""Folders that a run or a process of it owns: for shared memory, for payloads elsewhere, for sockets.
 
-They are removed when the run ends. Each holds a file that its owner keeps locked, and the kernel releases the lock of a
-process that dies, however it died: so the next run tells leftovers of dead runs from folders in use.
+They are removed when their owner ends. Each holds a file that its owner keeps locked, and the kernel releases the lock
+of a process that dies, however it died: so the next run tells leftovers of the dead from folders in use.
 """
 
 from __future__ import annotations

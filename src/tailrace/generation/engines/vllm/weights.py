@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import tempfile
+import uuid
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from tailrace.generation.engines.vllm.packing import PackedModelStateDict, forge
 from tailrace.models.files import quantization
 from tailrace.models.loading import model_without_memory
 from tailrace.models.state_dicts import StateDictLayout
+from tailrace.transport.owned_folders import OwnedFolder, own_shared_memory, remove_leftovers
 from tailrace.transport.weights.transfers import OfferedModelStateDict
 
 if TYPE_CHECKING:
@@ -23,7 +25,6 @@ if TYPE_CHECKING:
     from vllm.v1.engine.core_client import InprocClient
     from vllm.v1.worker.worker_base import WorkerBase as Worker
 
-_SHARED_MEMORY = Path("/dev/shm")
 _WRONG_KIND = (
     "an engine with generator.vllm.enable_lora takes adapters alone, and any other whole weights: "
     "trainer.lora.publish says what it gets"
@@ -37,9 +38,16 @@ class SavedModelStateDict(dict[str, torch.Tensor]):
         from safetensors.torch import save_file
 
         super().__init__()
-        self.folder = _own_folder(where)
+        self._own_folder(where)
         contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
-        save_file(contiguous, Path(self.folder.name) / "model.safetensors", metadata={"format": "pt"})
+        save_file(contiguous, self.folder.path / "model.safetensors", metadata={"format": "pt"})
+
+    def _own_folder(self, where: Path | None) -> None:
+        """In shared memory by default, from which goes before what a killed generator left there of its own weights."""
+        if where is None:
+            remove_leftovers()
+        self.folder: OwnedFolder = own_shared_memory(uuid.uuid4().hex, where)
+        weakref.finalize(self, self.folder.remove)
 
 
 class StagedModelStateDict(dict[str, torch.Tensor]):
@@ -51,8 +59,8 @@ class SavedAdapter(SavedModelStateDict):
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], where: Path | None, adapters: AdapterInstaller) -> None:
         dict.__init__(self)
-        self.folder = _own_folder(where)
-        adapters.write(tensors, Path(self.folder.name))
+        self._own_folder(where)
+        adapters.write(tensors, self.folder.path)
 
 
 class WeightInstaller:
@@ -63,7 +71,7 @@ class WeightInstaller:
     ) -> None:
         """`folder` is for what workers read, where they see no memory of this machine."""
         self._core = core
-        self._folder = folder or (_SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None)
+        self._folder = folder
         self._quantization = quantization(config.to_dict())
         """Of the model's files, whose weights vLLM keeps packed. Plain ones that it quantizes itself, as its options
         ask, can be replaced by plain ones.
@@ -121,11 +129,11 @@ class WeightInstaller:
                 self._core.collective_rpc(_forget_derived)
             elif isinstance(tensors, SavedAdapter):
                 assert self.adapters is not None
-                self.adapters.install(Path(tensors.folder.name))
-                tensors.folder.cleanup()
+                self.adapters.install(tensors.folder.path)
+                tensors.folder.remove()
             elif isinstance(tensors, SavedModelStateDict):
-                self._core.collective_rpc(_reload, kwargs={"weights_path": tensors.folder.name})
-                tensors.folder.cleanup()
+                self._core.collective_rpc(_reload, kwargs={"weights_path": str(tensors.folder.path)})
+                tensors.folder.remove()
             else:
                 self._core.collective_rpc(_reload, kwargs={"weights_iterator": iter(tensors.items())})
                 self._staging.wait_until_copied()
@@ -134,10 +142,6 @@ class WeightInstaller:
 
     def _call_workers(self, method: str, argument: dict[str, Any] | None) -> None:
         self._core.collective_rpc(method, args=() if argument is None else (argument,))
-
-
-def _own_folder(where: Path | None) -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix="tailrace-vllm-", dir=where)
 
 
 def _device_of_worker(core: InprocClient) -> torch.device:
