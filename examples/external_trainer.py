@@ -78,7 +78,7 @@ def make_trainer(feed: Feed, arguments: argparse.Namespace) -> Any:
 
         def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
             folder = arguments.weights / f"version_{state.global_step:06d}"
-            trainer.model.save_pretrained(folder)
+            trainer.model.save_pretrained(folder, save_original_format=False)
             feed.step_done(state.global_step, trainer.samples, weights=folder)
             outdated = arguments.weights / f"version_{state.global_step - KEPT_VERSIONS:06d}"
             shutil.rmtree(outdated, ignore_errors=True)

@@ -5,7 +5,7 @@
         while samples := feed.pull(64):             # [] once the run asks for the end
             step += 1
             ...                                     # your loss, over denominators(samples).loss_tokens; your optimizer
-            model.save_pretrained(folder)
+            model.save_pretrained(folder, save_original_format=False)
             feed.step_done(step, samples, weights=folder)
 
 Leaving the block writes the terminal record, which alone ends the run: finished, or failed with what was raised. What

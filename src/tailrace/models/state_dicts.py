@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 
 from tailrace.errors import ModelError
+
+_EXPERT_OF_A_FILE = re.compile(r"\.experts\.\d+\.")
+_FROM_ITS_FILES = (
+    ". Its files have a tensor for each expert, and the model one for all of a layer: save it by its own names "
+    "(model.save_pretrained(folder, save_original_format=False))"
+)
 
 
 class StateDictLayout:
@@ -34,7 +41,8 @@ class StateDictLayout:
         """
         unknown = sorted(set(tensors) - set(self._shapes))
         if unknown:
-            raise ModelError(f"the model state dict names weights that the model lacks: {_some(unknown)}")
+            hint = _FROM_ITS_FILES if any(map(_EXPERT_OF_A_FILE.search, unknown)) else ""
+            raise ModelError(f"the model state dict names weights that the model lacks: {_some(unknown)}{hint}")
         for name, tensor in tensors.items():
             if tensor.shape != self._shapes[name]:
                 raise ModelError(
