@@ -292,6 +292,7 @@ _ROWS = (
     ("feed/wanted_samples", "samples", _LAST, "Samples that its ranks cannot go on without."),
     ("feed/returned_samples", "samples", _SUM, "Samples that lost ranks gave back; they are handed over again."),
     ("feed/trained_again", "samples", _SUM, "Samples that were told of again once they were trained or dropped."),
+    ("own_loss/{metric}", "1", _MEAN, "What a loss of one's own tells of its tokens, by names of its own: their mean."),
     ("outside/{metric}", "1", _MEAN, "What an outside trainer tells of its steps, by names of its own."),
     ("phase/{name}/wall_s", "s", _SUM, "Wall time in this phase, less phases inside it; concurrent ones add up."),
     ("phase/{name}/cpu_s", "s", _SUM, "CPU time; on the event loop stretches under 40 µs count as computation."),

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tailrace.errors import TrainingError
 from tailrace.records import NOTHING_TRAINABLE
 from tailrace.reporting.metrics import MetricsAccumulator
 from tailrace.training.losses import LossTokens
@@ -61,6 +62,24 @@ def sequence_ratio(logprobs: Tensor, entropy: Tensor, tokens: LossTokens) -> tup
     lengths = tokens.sample_offsets.diff().clamp(min=1)
     ratio = tokens.spread((tokens.sum_by_sample(logprobs - tokens.logprobs) / lengths).exp())
     return -ratio * tokens.advantages - 0.01 * entropy, torch.ones_like(ratio, dtype=torch.bool)
+
+
+class Telling:
+    """The default loss, which tells of much by names that other figures have, too."""
+
+    def __call__(self, logprobs: Tensor, entropy: Tensor, tokens: LossTokens) -> tuple[Tensor, Tensor]:
+        return clipped_ratio(logprobs, entropy, tokens)
+
+    def token_metrics(self, logprobs: Tensor, tokens: LossTokens) -> dict[str, Tensor]:
+        names = ("tokens", "loss", "rejected", "training/kl", "training/drift", "far/off", "training/clip_share")
+        return {name: torch.full_like(logprobs, 7.0) for name in names}
+
+
+class TellingLess(Telling):
+    """Of each row something else."""
+
+    def token_metrics(self, logprobs: Tensor, tokens: LossTokens) -> dict[str, Tensor]:
+        return {f"from {float(tokens.advantages[0]):g}": logprobs}
 
 
 def step(model_folder: Path, loss: str | None, **batch: object) -> tuple[StepResult, dict[str, Tensor]]:
@@ -185,3 +204,19 @@ def test_a_loss_over_whole_sequences_does_not_depend_on_how_they_lie_in_rows(mod
     other = step(model_folder, None)[0].metrics
     assert one["training/grad_norm"] != pytest.approx(other["training/grad_norm"], rel=1e-3)
     assert "training/clip_share" not in one
+
+
+def test_what_a_loss_of_ones_own_tells_takes_no_other_figures_place(model_folder: Path) -> None:
+    """By whatever names it tells of it."""
+    plain, told = (train(model_folder, name=f"{__name__}:{name}") for name in ("clipped_ratio", "Telling"))
+    own = {name: told.pop(name) for name in sorted(told) if name.startswith("own_loss/")}
+    assert own == {f"own_loss/{name}": 7 for name in ("drift", "far/off", "kl", "loss", "rejected", "tokens")}
+    assert told.pop("training/clip_share") == 7
+    assert told.keys() == plain.keys()
+    for name in ("training/loss", "training/grad_norm", "training/kl"):
+        assert told[name] == plain[name]
+
+
+def test_a_loss_that_does_not_tell_the_same_of_every_row_is_refused(model_folder: Path) -> None:
+    with pytest.raises(TrainingError, match=r"does not tell of others \(own_loss/from 1, own_loss/from 2\)"):
+        step(model_folder, "TellingLess", advantages=[1, 1, 2, 2])

@@ -17,6 +17,8 @@ from tailrace.errors import TailraceError, TrainingError
 from tailrace.training.losses.protocol import Loss, LossTokens, MeasuredLoss, PointwiseLoss, WeightedLoss
 from tailrace.user_code import describe_failure
 
+_CLIPPED, _REJECTED = "training/clip_share", "training/rejected_share/"
+"""Metrics of built-in losses that one's own may have as well."""
 _PAIR = ("loss", "kept")
 _TRIPLE = ("loss", "derivative", "kept")
 _WEIGHTS = ("importance_weights",)
@@ -39,13 +41,13 @@ class _Measured:
     name: str
 
     def token_metrics(self, logprobs: Tensor, tokens: LossTokens) -> Mapping[str, Tensor]:
-        """Those of the loss."""
+        """Those of the loss, in the order of their names, none of which is another metric's."""
         if not isinstance(self.loss, MeasuredLoss):
             return {}
         with _told(self.name):
-            metrics = dict(self.loss.token_metrics(logprobs, tokens))
+            metrics = {str(name): values for name, values in self.loss.token_metrics(logprobs, tokens).items()}
         _require(tuple(metrics.values()), tuple(metrics), logprobs, self.name)
-        return metrics
+        return {_named_apart(name): metrics[name] for name in sorted(metrics)}
 
     def importance_weights(self, logprobs: Tensor, tokens: LossTokens) -> Tensor | None:
         """Those of the loss."""
@@ -83,6 +85,19 @@ class _CheckedPointwise(_Measured, PointwiseLoss):
             answer = self.loss.with_derivative(logprobs, tokens)
         losses, derivatives, kept = _require(answer, _TRIPLE, logprobs, self.name)
         return losses, derivatives, kept
+
+
+def _named_apart(name: str) -> str:
+    """What a figure of a loss of one's own is reported as.
+
+    >>> _named_apart("training/clip_share"), _named_apart("training/rejected_share/far_off")
+    ('training/clip_share', 'training/rejected_share/far_off')
+    >>> _named_apart("rejected"), _named_apart("training/kl")
+    ('own_loss/rejected', 'own_loss/kl')
+    """
+    if name == _CLIPPED or name.startswith(_REJECTED):
+        return name
+    return f"own_loss/{name.removeprefix('training/')}"
 
 
 @contextmanager

@@ -160,5 +160,8 @@ class MeasuredLoss(Protocol):
     """A loss with metrics of its own."""
 
     def token_metrics(self, logprobs: Tensor, tokens: LossTokens) -> Mapping[str, Tensor]:
-        """By name in the table of metrics, [num_loss_tokens]: reported as means over tokens. Without gradient."""
+        """By name, the same ones at each call, [num_loss_tokens]: reported as means over tokens. Without gradient.
+
+        Built-in losses have names of the table of metrics; others than theirs are reported as `own_loss/{name}`.
+        """
         ...

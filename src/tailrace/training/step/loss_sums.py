@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tailrace.errors import TrainingError
 from tailrace.records import BatchSummary
 from tailrace.training.losses import Component, Divisor, Loss, MeasuredLoss, WeightedLoss
 from tailrace.training.model.head import LossOutput
@@ -90,10 +91,11 @@ class LossSums:
         if self._measured is not None:
             columns |= self._measured.token_metrics(output.logprobs, tokens)
         columns |= self._weight_columns(output, micro_batch)
-        self._names = tuple(columns)
         if self._sums is None or self._maxima is None:
+            self._names = tuple(columns)
             zeros = torch.zeros(max(1, len(self._environments)), 1, dtype=torch.float64, device=ratio.device)
             self._sums, self._maxima = zeros.repeat(1, len(columns)), zeros.repeat(1, 2)
+        _require_same_names(self._names, tuple(columns))
         values = torch.stack([column.double() for column in columns.values()], dim=1)
         self._sums.index_add_(0, micro_batch.environments, values)
         largest = torch.stack([ratio.double(), columns["age"].double()], dim=1)
@@ -115,6 +117,8 @@ class LossSums:
         if parts := [part for part, _ in gathered if part is not None]:
             names, sums, maxima = zip(*parts, strict=True)
             self._names = tuple(names[0])
+            for others in names:
+                _require_same_names(self._names, tuple(others))
             self._sums = torch.tensor(sums, dtype=torch.float64).sum(0)
             self._maxima = torch.tensor(maxima, dtype=torch.float64).amax(0)
 
@@ -177,8 +181,18 @@ class LossSums:
         return metrics
 
 
+def _require_same_names(names: tuple[str, ...], others: tuple[str, ...]) -> None:
+    """What is told of one row alone is no mean over a batch."""
+    if names != others:
+        odd = ", ".join(sorted({*names} ^ {*others}))
+        raise TrainingError(
+            f"trainer.loss.name: what the loss tells of some tokens it does not tell of others ({odd}): token_metrics "
+            "must have the same names at each call, and importance_weights be None at each, or at none"
+        )
+
+
 def _figures(sums: Mapping[str, float]) -> dict[str, float]:
-    """Means over tokens, of their sums."""
+    """Means over tokens, of their sums: of those that are metrics, whose names have a slash."""
     left, tokens = dict(sums), max(sums["tokens"], 1.0)
     figures = dict[str, float]()
     for kind in ("fresh", "mixed"):
@@ -191,4 +205,4 @@ def _figures(sums: Mapping[str, float]) -> dict[str, float]:
         figures["training/effective_sample_share"] = min(1.0, weights**2 / (tokens * squares))  # but for rounding
     if left["rejected"] or any(name.startswith(REJECTED_SHARE) for name in left):
         figures[REJECTED_SHARE] = left["rejected"] / tokens
-    return figures | {name: value / tokens for name, value in left.items() if name.startswith("training/")}
+    return figures | {name: value / tokens for name, value in left.items() if "/" in name}
