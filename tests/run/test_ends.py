@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -17,22 +18,82 @@ from tailrace.records import RunStatus
 from tailrace.reporting.summary import read_summary
 from tailrace.reporting.trackers.hub import Trackers
 from tailrace.run import roles, started_roles, watchdog
+from tailrace.training.checkpoints.files import StagedCheckpoint
 from tailrace.transport.events.log import FileEventLog
-from tests.run.runs import REPORT, RESUMED, ROLES, TINY, command, environment, records, run_inline, trained_tasks
+from tests.run.runs import (
+    PATIENCE_S,
+    REPORT,
+    RESUMED,
+    ROLES,
+    TINY,
+    command,
+    environment,
+    records,
+    run_inline,
+    trained_tasks,
+)
 from tests.support.run_environments import released
 
 ASKING = [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGUSR1, 75)]
 
+FEW = (
+    *("--environment.args.count", "5", "--environment.args.held_out", "0"),
+    *("--max_steps", "unset", "--max_epochs", "1"),
+)
+"""Tasks that are all handed out within three steps."""
+
 
 async def test_exhausted_data_finishes_the_run_with_a_last_partial_batch(tmp_path: Path) -> None:
-    data = ("--environment.args.count", "5", "--environment.args.held_out", "0")
-    summary = await run_inline(tmp_path, *data, "--max_steps", "unset", "--max_epochs", "1")
+    summary = await run_inline(tmp_path, *FEW)
     assert (summary.status, summary.exit_code, summary.steps) == (RunStatus.FINISHED, 0, 3)
     assert len(trained_tasks(tmp_path / "run")) == 10
     lines = records(tmp_path / "run" / "metrics.jsonl")
     assert lines[-1]["batch/rollouts"] == 2
     rates = [line["training/learning_rate"] for line in lines]
     assert rates[0] > rates[1] > rates[2]  # its decay ends with the epochs
+
+
+async def test_a_run_that_finishes_has_all_the_time_that_its_last_save_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = StagedCheckpoint.write
+
+    def write_slowly(staged: StagedCheckpoint) -> Path:
+        time.sleep(1)
+        return write(staged)
+
+    monkeypatch.setattr(StagedCheckpoint, "write", write_slowly)
+    summary = await run_inline(tmp_path, *FEW, "--shutdown.last_save_s", "0.1")
+    assert (summary.status, summary.exit_code, summary.steps) == (RunStatus.FINISHED, 0, 3)
+    assert Path(summary.checkpoint_path).name == "step_000003"
+
+
+@pytest.mark.parametrize(
+    ("asked_by", "reason"),
+    [("a signal", "the trainer did not answer a request to stop within 0.1 s"), ("the watchdog", "watchdog_s")],
+)
+async def test_a_last_save_that_hangs_is_given_up_once_a_run_that_finishes_is_asked_to_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked_by: str, reason: str
+) -> None:
+    goes_on, write = threading.Event(), StagedCheckpoint.write
+
+    def hang(staged: StagedCheckpoint) -> Path:
+        if asked_by == "a signal":
+            os.kill(os.getpid(), signal.SIGINT)
+        goes_on.wait(PATIENCE_S)
+        return write(staged)
+
+    monkeypatch.setattr(StagedCheckpoint, "write", hang)
+    brief = ("--shutdown.last_save_s", "0.1", "--shutdown.grace_s", "0.1")
+    watched = ("--observability.watchdog_s", "2" if asked_by == "the watchdog" else str(PATIENCE_S))
+    running = asyncio.create_task(run_inline(tmp_path, *FEW, *brief, *watched))
+    events = tmp_path / "run" / "events.jsonl"
+    while not (running.done() or (events.exists() and "TrainerEnded" in events.read_text())):  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    goes_on.set()
+    summary = await running
+    assert (summary.status, summary.exit_code) == (RunStatus.FAILED, 1)
+    assert reason in summary.reason
 
 
 async def test_nothing_to_train_on_fails_the_run_and_says_why(tmp_path: Path) -> None:

@@ -23,7 +23,8 @@ class ShutdownSettings(BaseModel):
     last_save_s: float = Field(
         120.0,
         gt=0,
-        description="Seconds for the same in any other case: from the wish to stop to the answer.",
+        description="Seconds for the same after Ctrl-C, or where the run fails: from the wish to stop to the answer. A"
+        " run that finishes has no such deadline.",
     )
     cancel_rollouts_s: float = Field(10.0, gt=0, description="Seconds for rollouts to end that are cancelled.")
     close_transports_s: float = Field(5.0, gt=0, description="Seconds for the batch queue to close.")

@@ -142,20 +142,21 @@ class Orchestrator(WeightListener, ReplicaListener):
     async def request_stop(self, status: RunStatus, reason: str, *, hurried: bool = False) -> None:
         """Ask the trainer to end; the first request counts. A trainer that is gone is not started again for it.
 
+        A later one counts where the run was to finish, and bounds how long that may still take.
         `hurried`: who asks will end everything soon, and waits for a last save for `shutdown.grace_s` alone.
         """
         self._is_hurried = self._is_hurried or hurried
         self._roles.trainer.let_end(at_once=status is not RunStatus.FINISHED)
         if status is RunStatus.CANCELLED:
             self._is_interrupted = True
-            self._changed.set()
+        self._changed.set()
         if self._stop is None and not self._has_ended:
             self._stop = StopRequested(epoch=self._log.epoch, role=ROLE, status=status, reason=reason)
             await self._log.append(self._stop)
 
     async def fail(self, error: LifecycleError) -> None:
         """End the run as failed, for a reason that no part of it raises."""
-        if self._stop is None and not self._has_ended:
+        if (self._stop is None or self._is_finishing) and not self._has_ended:
             self.error = error
             _logger.error("the run failed: %s", error)
             await self.request_stop(RunStatus.FAILED, str(error), hurried=True)
@@ -178,6 +179,12 @@ class Orchestrator(WeightListener, ReplicaListener):
         if self._trainer_started and generators.begins_with > 1:
             return f"{generators.begins_with} generators to serve; {generators.pool.serving} do"
         return f"the {'generator' if self._trainer_started else 'trainer'} to load the model"
+
+    @property
+    def _is_finishing(self) -> bool:
+        """Whether the run may take as long to end as it would after its last step, with no deadline of its own."""
+        is_to_finish = self._stop is None or self._stop.status is RunStatus.FINISHED
+        return is_to_finish and not (self._is_interrupted or self._is_hurried)
 
     # --- the event log -------------------------------------------------------------------------------------------
 
@@ -286,6 +293,8 @@ class Orchestrator(WeightListener, ReplicaListener):
     async def _unanswered(self, follower: asyncio.Task[TrainerEnded]) -> str:
         """Wait for the trainer's terminal record, until it is gone or too late; which, and empty where it answered."""
         left = asyncio.ensure_future(self._roles.trainer.gone())
+        answered = asyncio.wait({follower, left}, return_when=asyncio.FIRST_COMPLETED)
+        await first_done(answered, self._until(lambda: not self._is_finishing))
         deadline_s = self._roles.shutdown.grace_s if self._is_hurried else self._roles.shutdown.last_save_s
         await asyncio.wait({follower, left}, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
         if self._roles.trainer.has_answered:
