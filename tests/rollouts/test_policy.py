@@ -353,6 +353,7 @@ async def test_a_tool_call_is_demonstrated_as_the_template_shows_it(
     [
         ({"takes_demonstrations": False}, [said("Bob")], SettingsError, "write trainer.loss.cross_entropy"),
         ({"max_model_tokens": 5}, [said("Bob")], ValueError, "tokens is longer than the model's context of 5"),
+        ({"max_rollout_tokens": 5}, [said("Bob")], ValueError, "tokens is longer than rollouts.max_rollout_tokens = 5"),
         ({}, [user("Bob")], EnvironmentFailed, "ends with the assistant's message"),
     ],
 )

@@ -239,9 +239,7 @@ class RolloutPolicy:
             )
         with phase("render"):
             prompt, reply = self._renderer.demonstrate(self._with_system_prompt(as_text(messages)), tools)
-        count, context = len(prompt) + len(reply), self._budget.max_model_tokens
-        if context is not None and count > context:
-            raise ValueError(f"a demonstration of {count} tokens is longer than the model's context of {context}")
+        self._budget.require_demonstration(len(prompt) + len(reply))
         branch = Branch(temperature=1.0)
         branch.extend_context(prompt)
         branch.extend_context(reply)

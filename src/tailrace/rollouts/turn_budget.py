@@ -51,6 +51,18 @@ class TurnBudget:
                 return None
         return min(limits)
 
+    def require_demonstration(self, num_tokens: int) -> None:
+        """Raises `ValueError` for one that is longer than a branch which is sampled may become: no row may hold it."""
+        if self.max_model_tokens is not None and num_tokens > self.max_model_tokens:
+            raise ValueError(
+                f"a demonstration of {num_tokens} tokens is longer than the model's context of {self.max_model_tokens}"
+            )
+        if self._max_rollout_tokens is not None and num_tokens > self._max_rollout_tokens:
+            raise ValueError(
+                f"a demonstration of {num_tokens} tokens is longer than rollouts.max_rollout_tokens = "
+                f"{self._max_rollout_tokens}"
+            )
+
     @contextmanager
     def reserved(self, tokens: int) -> Iterator[None]:
         """Keep what a completion may add from other turns while it is sampled."""
