@@ -65,9 +65,6 @@ class Ranks:
         """Around torch's own collectives: what they raise for a rank that is gone becomes `RankLost`."""
         yield
 
-    def require_same(self, what: str, values: list[float]) -> None:
-        """Raise `TrainingError` unless all ranks have the same `values`."""
-
 
 ALONE: Final = Ranks()
 
@@ -140,12 +137,6 @@ class JoinedRanks(Ranks):
         if own is not None and reports[self.rank] == reports[failed]:
             raise own
         raise _error_of(failed, *cast("list[str]", reports[failed]))
-
-    @override
-    def require_same(self, what: str, values: list[float]) -> None:
-        all_values = self.gather(values)
-        if len({repr(one) for one in all_values}) > 1:
-            raise TrainingError(f"the trainer's ranks came to different figures ({what}): {all_values}")
 
     @override
     @contextmanager

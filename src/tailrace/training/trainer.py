@@ -323,7 +323,6 @@ class Trainer:
             if not self._passes.teaches(batch.summary, kept):
                 return metrics
             metrics[_GRAD_NORM] = self._scale_gradients(self._passes.rescaling(batch.summary, kept))
-        self._ranks.require_same("loss, gradient norm", [metrics[name] for name in _DECIDING])
         return metrics
 
     def _step_again(self, batch: Batch, outputs: Sequence[RowOutput]) -> dict[str, float]:
