@@ -20,7 +20,8 @@ from transformers import PreTrainedModel
 from tailrace.errors import CheckpointError, Diverged, ModelError, RankLost, TrainingError
 from tailrace.records import Batch
 from tailrace.training import leading
-from tailrace.training.checkpoints.files import verify_checkpoint
+from tailrace.training.checkpoints import files
+from tailrace.training.checkpoints.files import Manifest, verify_checkpoint
 from tailrace.training.model.policy_model import PolicyModel
 from tailrace.training.model.sharding import share_out
 from tailrace.training.ranks import ALONE, JoinedRanks, Ranks
@@ -205,6 +206,29 @@ def test_a_checkpoint_that_a_rank_is_lost_in_is_no_error_of_the_disk(model_folde
     assert "rank 1 of the trainer" in first
     assert "rank 1 of the trainer" in last
     assert list(folder.iterdir()) == []
+
+
+def restore_slowly(ranks: JoinedRanks, model_folder: Path, written: Path) -> int:
+    """Rank 0, which reads every byte, takes longer for that than any other exchange may last."""
+
+    def verify_slowly(path: Path) -> Manifest:
+        time.sleep(DEADLINE_S + 1)
+        return verify_checkpoint(path)
+
+    pytest.MonkeyPatch().setattr(files, "verify_checkpoint", verify_slowly)
+    trainer = make_trainer(model_folder, ranks)
+    trainer.restore(written)
+    return trainer.step
+
+
+def test_ranks_wait_for_a_checkpoint_to_be_read_for_longer_than_for_an_exchange(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    alone = make_trainer(model_folder)
+    train(alone, range(1, 2))
+    written = alone.save_checkpoint(tmp_path / "checkpoints")
+    found = run_ranks(restore_slowly, 2, tmp_path / "ranks", model_folder, written, deadline_s=DEADLINE_S)
+    assert found == [1, 1]
 
 
 class RowsOf:

@@ -35,7 +35,7 @@ ValueT = TypeVar("ValueT")
 
 _FOREVER = datetime.timedelta(days=1000)
 _WRITING = datetime.timedelta(hours=1)
-"""How long a rank may take longer than another to write its part of a checkpoint."""
+"""How long a rank may take longer than another to read a checkpoint, or to write its part of one."""
 _REPORTS_WITHIN_S = 5.0
 """How long a rank that lost another waits to hear from those that are left."""
 _FAILED, _LOST = "failed", "lost"
@@ -56,8 +56,11 @@ class Ranks:
         """Every rank's value, in their order. Numbers, texts and lists of them. Raises `RankLost`."""
         return [own]
 
-    def agree(self, work: Callable[[], ValueT]) -> ValueT:
-        """Do this rank's part, and go on only if every rank did its own; else all raise the first rank's error."""
+    def agree(self, work: Callable[[], ValueT], *, of_checkpoint: bool = False) -> ValueT:
+        """Do this rank's part, and go on only if every rank did its own; else all raise the first rank's error.
+
+        `of_checkpoint`: a rank may take as much longer for it than another as to write a checkpoint.
+        """
         return work()
 
     @contextmanager
@@ -91,7 +94,7 @@ class JoinedRanks(Ranks):
             self._orders = dist.new_group(backend="gloo", timeout=_FOREVER)
             self._words = dist.new_group(backend="gloo", timeout=deadline)
             self.checkpoints = dist.new_group(backend="gloo", timeout=max(deadline, _WRITING))
-            """Over which ranks write checkpoints together, in a thread beside training."""
+            """Over which ranks write checkpoints together, in a thread beside training, and read one before it."""
             if ranks_per_row > 1:
                 self.row_group = self._make_row_group(ranks_per_row, deadline)
             self.gather(None)
@@ -110,18 +113,21 @@ class JoinedRanks(Ranks):
 
     @override
     def gather(self, own: ValueT) -> list[ValueT]:
+        return self._gather(own, self._words)
+
+    def _gather(self, own: ValueT, group: dist.ProcessGroup) -> list[ValueT]:
         data = msgspec.msgpack.encode(own)
         with self.exchanging():
-            lengths = [int(length) for length in self._all(torch.tensor([len(data)]))]
+            lengths = [int(length) for length in self._all(torch.tensor([len(data)]), group)]
             padded = torch.frombuffer(bytearray(data.ljust(max(lengths))), dtype=torch.uint8)
-            parts = self._all(padded)
+            parts = self._all(padded, group)
         decoded = [
             msgspec.msgpack.decode(part.numpy().tobytes()[:length]) for part, length in zip(parts, lengths, strict=True)
         ]
         return cast("list[ValueT]", decoded)
 
     @override
-    def agree(self, work: Callable[[], ValueT]) -> ValueT:
+    def agree(self, work: Callable[[], ValueT], *, of_checkpoint: bool = False) -> ValueT:
         result: ValueT | None = None
         own: TailraceError | None = None
         try:
@@ -130,7 +136,8 @@ class JoinedRanks(Ranks):
             if isinstance(error, RankLost):
                 raise
             own = error
-        reports = self.gather(None if own is None else [type(own).__name__, str(own)])
+        report = None if own is None else [type(own).__name__, str(own)]
+        reports = self._gather(report, self.checkpoints if of_checkpoint else self._words)
         failed = next((rank for rank, words in enumerate(reports) if words is not None), None)
         if failed is None:
             return cast("ValueT", result)
@@ -171,9 +178,9 @@ class JoinedRanks(Ranks):
         with contextlib.suppress(RuntimeError):  # the store's own process may be the one that is gone
             self._store.set(_key(self.rank), msgspec.json.encode(words).decode())
 
-    def _all(self, own: torch.Tensor) -> list[torch.Tensor]:
+    def _all(self, own: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
         gathered = [torch.empty_like(own) for _ in range(self.size)]
-        dist.all_gather(gathered, own, group=self._words)
+        dist.all_gather(gathered, own, group=group)
         return gathered
 
     def _who_is_gone(self, why: str) -> str:

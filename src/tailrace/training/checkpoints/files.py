@@ -191,13 +191,13 @@ def read_checkpoint(
 
     Raises `CheckpointError` for an incomplete checkpoint, or one of another model or adapter, on all ranks alike.
     """
-    return ranks.agree(lambda: _read_checkpoint(path, model, optimizer, adapter, ranks))
+    return ranks.agree(lambda: _read_checkpoint(path, model, optimizer, adapter, ranks), of_checkpoint=True)
 
 
 def _read_checkpoint(
     path: Path, model: PreTrainedModel, optimizer: torch.optim.Optimizer, adapter: Adapter | None, ranks: Ranks
 ) -> TrainerState:
-    ranks.agree(lambda: verify_checkpoint(path) if ranks.rank == 0 else None)
+    ranks.agree(lambda: verify_checkpoint(path) if ranks.rank == 0 else None, of_checkpoint=True)
     require_own_kind(path, adapter)
     state = read_trainer_state(path)
     try:
