@@ -169,6 +169,17 @@ def test_a_rank_that_is_killed_is_started_again_with_all_others_and_names_itself
     assert re.search(r"the trainer-1 left early, killed by SIGKILL", summary.reason), printed
 
 
+def test_an_error_of_one_rank_alone_ends_the_run_as_one_of_rank_0_does(tmp_path: Path) -> None:
+    failing = ("--trainer.loss.name", "tests.support.losses:failing_on_rank_1", "--max_steps", "2")
+    with command(tmp_path, *TWO, *failing) as process:
+        status, printed = process.wait()
+        assert (status, process.leftovers()) == (1, []), printed
+    assert "is started again" not in printed
+    summary = read_summary(process.folder)
+    assert summary.status is RunStatus.FAILED
+    assert re.match(r"trainer-1: trainer\.loss\.name .* raised ValueError: these rows cannot be judged", summary.reason)
+
+
 def test_settings_that_ranks_cannot_have_are_refused_before_anything_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -36,6 +36,13 @@ def of_weighing(logprobs: Tensor, entropy: Tensor, tokens: LossTokens) -> tuple[
     return ClippedRatio(ClippedRatioSettings())(logprobs, entropy, tokens)
 
 
+def failing_on_rank_1(logprobs: Tensor, entropy: Tensor, tokens: LossTokens) -> tuple[Tensor, Tensor]:
+    """The default one, which cannot judge the rows of one rank."""
+    if torch.distributed.get_rank() == 1:
+        raise ValueError("these rows cannot be judged")
+    return ClippedRatio(ClippedRatioSettings())(logprobs, entropy, tokens)
+
+
 def steep(logprobs: Tensor, entropy: Tensor, tokens: LossTokens) -> tuple[Tensor, Tensor]:
     """Finite, and its gradient is infinite for rows with an advantage above 50."""
     is_steep = bool((tokens.advantages > 50).any())

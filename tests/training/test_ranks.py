@@ -247,35 +247,41 @@ class RowsOf:
         pass
 
 
-def diverge_while_writing(ranks: JoinedRanks, model_folder: Path, folder: Path) -> Path:
-    """Rank 0 writes its part of a checkpoint when all ranks diverge, and ends training afterwards."""
+def fail_while_writing(ranks: JoinedRanks, model_folder: Path, folder: Path, error: type[TrainingError]) -> Path:
+    """Rank 0 writes its part of a checkpoint when all ranks fail together, and ends training afterwards."""
     settings = TrainerSettings(max_nonfinite_steps=1)
 
     def make(kind: type[Trainer]) -> Trainer:
         return kind(settings, model_name=str(model_folder), max_steps=10, max_staleness=8, ranks=ranks)
 
-    nan = build_batch(lengths=LENGTHS, rows=ROWS, advantages=[0, 0, math.nan, 0, 0, 0])
+    async def request_stop(reason: str) -> None:
+        raise AssertionError(f"rank 0 ends training by itself, and was asked to: {reason}")
+
+    step = 1 if error is Diverged else 1 + ranks.rank
+    nan = build_batch(lengths=LENGTHS, rows=ROWS, step=step, advantages=[0, 0, math.nan, 0, 0, 0])
     batch = rows_of(nan, ranks.rank, ranks.size)
-    leading._LAST_WORD_S = 0.05
+    leading._LAST_WORD_S = 1.0
     if ranks.rank:
-        asyncio.run(leading.follow(lambda: make(Trainer), RowsOf(batch), ranks))
+        asyncio.run(leading.follow(lambda: make(Trainer), RowsOf(batch), ranks, request_stop))
     trainer = make(leading.LeadingTrainer)
     staged = trainer.stage_checkpoint(folder)
-    with pytest.raises(Diverged):
+    with pytest.raises(error):
         trainer.train_step(batch)
-    time.sleep(1)
+    time.sleep(2)
     path = trainer.write_checkpoint(staged)
     trainer.close()
     return path
 
 
-def test_a_rank_that_diverged_writes_its_part_of_a_checkpoint_and_waits_for_the_end(
-    model_folder: Path, tmp_path: Path
+@pytest.mark.parametrize("error", [Diverged, TrainingError])
+def test_a_rank_that_fails_with_all_others_writes_its_part_of_a_checkpoint_and_waits_for_the_end(
+    model_folder: Path, tmp_path: Path, error: type[TrainingError]
 ) -> None:
-    """One that left earlier would be taken for one that died: the trainer would be started again, and diverge again."""
-    path, diverged = run_ranks(diverge_while_writing, 2, tmp_path / "ranks", model_folder, tmp_path / "checkpoints")
+    """One that left earlier would be taken for one that died: the trainer would be started again, and fail again."""
+    folder = tmp_path / "checkpoints"
+    path, failed = run_ranks(fail_while_writing, 2, tmp_path / "ranks", model_folder, folder, error)
     assert verify_checkpoint(path).step == 0
-    assert isinstance(diverged, Diverged)
+    assert type(failed) is error
 
 
 def refusals(ranks: JoinedRanks, folders: dict[str, Path], other: Path) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractContextManager, asynccontextmanager, closing, nullcontext
@@ -14,14 +15,14 @@ import msgspec
 
 from tailrace.child_processes import describe_exit
 from tailrace.config import RunSettings
-from tailrace.errors import CheckpointError, LifecycleError
+from tailrace.errors import CheckpointError, LifecycleError, TransportError
 from tailrace.generation.engine_thread.generator import Generator
 from tailrace.generation.engines.vllm.nodes import Nodes
 from tailrace.generation.settings import GeneratorSettings, ModelSettings
 from tailrace.lifecycle.garbage import import_large
 from tailrace.lifecycle.launchers import launcher_class
 from tailrace.lifecycle.roles import Role
-from tailrace.records import RunStatus, TrainerEnded
+from tailrace.records import RunStatus, StopRequested, TrainerEnded
 from tailrace.reporting.logs import setup_logging
 from tailrace.rollouts.agent_workers.places import LocalPlace
 from tailrace.run.engines import engine_factory, with_adapters, with_weight_transfer
@@ -135,9 +136,17 @@ async def _follow(role_settings: RoleSettings, rank: int, ends: TrainerEnds) -> 
     from tailrace.training.leading import follow
     from tailrace.training.trainer import Trainer
 
+    name = role_settings.run.trainer.rank_names[rank]
+
+    async def request_stop(reason: str) -> None:
+        stop = StopRequested(epoch=role_settings.epoch, role=name, status=RunStatus.FAILED, reason=reason)
+        with contextlib.suppress(TransportError):  # the run has ended meanwhile
+            await ends.log.append(stop)
+
     ranks = await asyncio.to_thread(_join_ranks, role_settings, rank)
     async with _token_export(role_settings.run, role_settings.paths, rank) as export:
-        await follow(_make_trainer(Trainer, role_settings, ends, ranks, export), ends.batches, ranks)
+        make_trainer = _make_trainer(Trainer, role_settings, ends, ranks, export)
+        await follow(make_trainer, ends.batches, ranks, request_stop)
 
 
 def _join_ranks(role_settings: RoleSettings, rank: int) -> JoinedRanks:

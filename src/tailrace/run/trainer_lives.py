@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, NoReturn
 from typing_extensions import override
 
 from tailrace.config import RunSettings
-from tailrace.errors import LifecycleError, TailraceError, TransportError
+from tailrace.errors import LifecycleError, TailraceError, TrainingError, TransportError
 from tailrace.lifecycle.exit_codes import is_from_outside
 from tailrace.lifecycle.launchers import RoleHandle
 from tailrace.lifecycle.restarts import EarlyEnd, RestartHistory
+from tailrace.records import RunStatus
 from tailrace.run.scheduler_states import SchedulerStates
 from tailrace.run.trainer_ranks import launched_rank
 from tailrace.transport.batches.channels import ChannelBatchSender
@@ -132,7 +133,7 @@ class TrainerLives(RunTrainer):
         self._first_kept_life = 0
         """Before which none has weights that are needed: what the last one published may be on its way through the log
         until the next one starts."""
-        self._gone: asyncio.Future[LifecycleError] = asyncio.get_running_loop().create_future()
+        self._gone: asyncio.Future[TailraceError] = asyncio.get_running_loop().create_future()
         self._keeping = asyncio.create_task(self._keep(), name="lives of the trainer")
 
     # --- what its owner waits for ------------------------------------------------------------------------------------
@@ -147,7 +148,7 @@ class TrainerLives(RunTrainer):
         raise await self.gone()
 
     @override
-    async def gone(self) -> LifecycleError:
+    async def gone(self) -> TailraceError:
         return await asyncio.shield(self._gone)
 
     def keep(self, payloads: PayloadAccounts) -> None:
@@ -239,7 +240,7 @@ class TrainerLives(RunTrainer):
                     break
                 self._end_log = self._starter.transports.serve_log(self._log)
                 self._ranks = self._starter.start_trainer(self._ranks)
-            self._give_up(rank.early_exit())
+            self._give_up(self._failure or rank.early_exit())
         except LifecycleError as error:
             self._give_up(error)
         except Exception as error:  # noqa: BLE001 - of any kind: without a keeper nobody would miss the trainer
@@ -258,11 +259,18 @@ class TrainerLives(RunTrainer):
 
     def _pause_s(self, rank: RoleHandle) -> float | None:
         """Before the next life; None where there is none: training is over, or the trainer ended too often."""
-        if self._is_over or self._log.has_ended:
+        if self._is_over or self._log.has_ended or self._failure is not None:
             return None
         by_itself = rank.status is not None and not is_from_outside(rank.status)
         end = EarlyEnd(asyncio.get_running_loop().time(), has_worked=self._newest_begun >= 0, by_itself=by_itself)
         return self._history.next_pause_s(end)
+
+    @property
+    def _failure(self) -> TrainingError | None:
+        """What the run is to fail for; a rank may have asked for it, whose own error would come again."""
+        if (stop := self._log.stop) is None or stop.status is not RunStatus.FAILED:
+            return None
+        return TrainingError(f"{stop.role}: {stop.reason}")
 
     async def _end_life(self) -> None:
         """End all ranks and their sockets, and make new ones."""
@@ -270,6 +278,6 @@ class TrainerLives(RunTrainer):
         await self._end_log()
         await self._starter.end_trainer_life(self.batches)
 
-    def _give_up(self, why: LifecycleError) -> None:
+    def _give_up(self, why: TailraceError) -> None:
         if not self._gone.done():
             self._gone.set_result(why)

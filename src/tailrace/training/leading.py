@@ -11,15 +11,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import msgspec
 from typing_extensions import override
 
-from tailrace.errors import Diverged, RankLost, TailraceError, TrainingError
+from tailrace.errors import RankLost, TailraceError, TrainingError
 from tailrace.records import Batch
 from tailrace.training.checkpoints.files import StagedCheckpoint
 from tailrace.training.checkpoints.snapshots import Snapshot
@@ -31,7 +32,7 @@ from tailrace.transport.batches.queue import BatchReceiver
 _log = logging.getLogger(__name__)
 
 _LAST_WORD_S = 5.0
-"""How long a rank that failed alone waits for rank 0 to end training, which has the first word on why."""
+"""How long a rank that failed waits for word that rank 0 has failed, too, and ends training by itself."""
 
 
 class TrainStep(msgspec.Struct, frozen=True, tag=True):
@@ -72,38 +73,53 @@ class LeadingTrainer(Trainer):
 
     @override
     def train_step(self, batch: Batch) -> StepResult:
-        self._order(TrainStep(batch.summary.step))
-        return super().train_step(batch)
+        with self._leading(TrainStep(batch.summary.step)):
+            return super().train_step(batch)
 
     @override
     def snapshot(self, dtype: Literal["float32", "bfloat16"] = "float32", *, stays: bool = False) -> Snapshot:
-        self._order(TakeSnapshot(dtype))
-        return super().snapshot(dtype, stays=stays)
+        with self._leading(TakeSnapshot(dtype)):
+            return super().snapshot(dtype, stays=stays)
 
     @override
     def stage_checkpoint(self, folder: Path) -> StagedCheckpoint:
-        self._order(SaveCheckpoint(str(folder)))
-        return super().stage_checkpoint(folder)
+        with self._leading(SaveCheckpoint(str(folder))):
+            return super().stage_checkpoint(folder)
 
     @override
     def restore(self, checkpoint: Path) -> None:
-        self._order(RestoreCheckpoint(str(checkpoint)))
-        super().restore(checkpoint)
+        with self._leading(RestoreCheckpoint(str(checkpoint))):
+            super().restore(checkpoint)
 
     @override
     def close(self) -> None:
-        self._order(EndTraining())
+        with self._leading(EndTraining()):
+            pass
 
-    def _order(self, order: Order) -> None:
+    @contextmanager
+    def _leading(self, order: Order) -> Iterator[None]:
+        """Around what every rank does at this order. Of an error of rank 0 they find word: it ends training for it."""
         assert isinstance(self._ranks, JoinedRanks)
         self._ranks.send_order(msgspec.msgpack.encode(order))
+        try:
+            yield
+        except Exception as error:
+            self._ranks.tell(error, lost=isinstance(error, RankLost))
+            raise
 
 
-async def follow(make_trainer: Callable[[], Trainer], batches: BatchReceiver, ranks: JoinedRanks) -> None:
+async def follow(
+    make_trainer: Callable[[], Trainer],
+    batches: BatchReceiver,
+    ranks: JoinedRanks,
+    request_stop: Callable[[str], Awaitable[None]],
+) -> None:
     """Do what rank 0 does until it ends training.
 
-    `make_trainer` is called in the thread that all compute runs in. Raises what failed here, after rank 0 had the time
-    to end training with its own word on it, and `RankLost` where another rank is gone.
+    `make_trainer` is called in the thread that all compute runs in. Raises what failed here, and `RankLost` where
+    another rank is gone. Where rank 0 failed, too, that has the time to end training by itself before. Else it waits
+    for this rank in an exchange, and `request_stop` is called with the reason: an error of Tailrace's own would come
+    again, and nobody need start the ranks again for it.
     """
     tune_process()
     threads = [ThreadPoolExecutor(1, thread_name_prefix=name) for name in ("trainer", "trainer-checkpoint")]
@@ -111,10 +127,10 @@ async def follow(make_trainer: Callable[[], Trainer], batches: BatchReceiver, ra
     try:
         await follower.run(make_trainer)
     except Exception as error:
-        ranks.tell(error, lost=isinstance(error, RankLost))
-        if isinstance(error, TailraceError) and not isinstance(error, RankLost):
-            # All ranks diverge together, and rank 0 says so once its part of a checkpoint is written.
-            await follower.await_end(within_s=None if isinstance(error, Diverged) else _LAST_WORD_S)
+        is_loss = isinstance(error, RankLost)
+        ranks.tell(error, lost=is_loss)
+        if isinstance(error, TailraceError) and not is_loss and not await follower.has_seen_the_end():
+            await request_stop(str(error))
         raise
     finally:
         for thread in threads:
@@ -135,15 +151,24 @@ class _Follower:
             await self._obey(order, trainer)
         await self._written()
 
-    async def await_end(self, *, within_s: float | None) -> None:
-        """Give rank 0 the time to end training by itself; None: for as long as it is there."""
-        try:
-            async with asyncio.timeout(within_s):
-                while not isinstance(await self._next_order(), EndTraining):
-                    pass
-                await self._written()
-        except (TimeoutError, RankLost):
+    async def has_seen_the_end(self) -> bool:
+        """Wait until rank 0 has ended training, or is gone; whether it has. False where it goes on, for a moment.
+
+        One that failed, too, has all the time it needs: it may be writing its part of a checkpoint.
+        """
+        ending = asyncio.create_task(self._until_end(), name="end of training")
+        await asyncio.wait({ending}, timeout=_LAST_WORD_S)
+        if self._ranks.has_failed(0):
+            await asyncio.wait({ending})
+        has_ended = ending.done()
+        ending.cancel()
+        await asyncio.gather(ending, return_exceptions=True)
+        return has_ended
+
+    async def _until_end(self) -> None:
+        while not isinstance(await self._next_order(), EndTraining):
             pass
+        await self._written()
 
     async def _obey(self, order: Order, trainer: Trainer) -> None:
         match order:

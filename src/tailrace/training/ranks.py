@@ -178,6 +178,11 @@ class JoinedRanks(Ranks):
         with contextlib.suppress(RuntimeError):  # the store's own process may be the one that is gone
             self._store.set(_key(self.rank), msgspec.json.encode(words).decode())
 
+    def has_failed(self, rank: int) -> bool:
+        """Whether it left word that it ends for an error of its own."""
+        words = self._report_of(rank)
+        return words is not None and words[0] == _FAILED
+
     def _all(self, own: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
         gathered = [torch.empty_like(own) for _ in range(self.size)]
         dist.all_gather(gathered, own, group=group)
