@@ -78,6 +78,17 @@ def test_a_copy_of_a_hubs_tokenizer_says_whose_it_is(
     assert loading.load_tokenizer(str(tmp_path)).get_vocab() == fetched.get_vocab()
 
 
+def test_a_hubs_tokenizer_that_was_read_is_there_without_the_hub(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetched = loading.load_tokenizer(str(model_folder))
+    monkeypatch.setattr(loading, "load_tokenizer", lambda name: fetched)
+    read = loading.read_tokenizer("Qwen/Qwen3.5-4B")
+    loading.copy_tokenizer("Qwen/Qwen3.5-4B", tmp_path)
+    assert read == {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    assert "tokenizer.json" in read
+
+
 @pytest.mark.parametrize(
     ("name", "expected"),
     [

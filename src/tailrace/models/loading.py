@@ -20,6 +20,7 @@ import os
 import re
 import shutil
 import struct
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -202,6 +203,14 @@ def copy_tokenizer(name: str, into: Path) -> None:
     else:
         load_tokenizer(name).save_pretrained(into)
     _keep_public_name(source, into / "tokenizer_config.json")
+
+
+def read_tokenizer(name: str) -> dict[str, bytes]:
+    """What `copy_tokenizer` would write, by the files' names, for copies that are made later. Raises `ModelError`."""
+    with tempfile.TemporaryDirectory(prefix="tailrace-tokenizer-") as temporary:
+        folder = Path(temporary)
+        copy_tokenizer(name, folder)
+        return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
 
 
 def _keep_public_name(source: ModelSource, path: Path) -> None:

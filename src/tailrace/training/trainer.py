@@ -27,7 +27,7 @@ from torch import Tensor
 
 from tailrace.errors import Diverged, ModelError, TrainingError
 from tailrace.models.devices import require_device
-from tailrace.models.loading import load_causal_lm
+from tailrace.models.loading import load_causal_lm, read_tokenizer
 from tailrace.records import NOTHING_TRAINABLE, Batch, OpenPayload
 from tailrace.tracing.phases import phase
 from tailrace.training.checkpoints import files as checkpoints
@@ -116,6 +116,8 @@ class Trainer:
         open_payload = None if settings.router_replay == "off" else open_payload
         self._adapter: Adapter | None = None
         self._model, self._replay, policy = ranks.agree(lambda: self._load(replays=open_payload is not None))
+        self._tokenizer = ranks.agree(lambda: read_tokenizer(model_name) if ranks.rank == 0 else {})
+        """For every checkpoint, whatever becomes of a hub or the model's folder."""
         self._flops, self._memory = ModelFlops.of(self._model), MemoryGauge(policy.device)
         self._peak_flops = peak_flops(policy.device, settings.chosen_dtype, settings.peak_flops)
         if isinstance(ranks, JoinedRanks):
@@ -214,7 +216,7 @@ class Trainer:
         """
         state = checkpoints.TrainerState(self.step, self.version, self._skipped_in_a_row)
         return checkpoints.stage(
-            *(folder, self._model, self.model_name, self._optimizer, state), adapter=self._adapter, ranks=self._ranks
+            *(folder, self._model, self._tokenizer, self._optimizer, state), adapter=self._adapter, ranks=self._ranks
         )
 
     def save_checkpoint(self, folder: Path) -> Path:

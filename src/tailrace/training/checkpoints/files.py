@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from tailrace.errors import CheckpointError, ModelError, RankLost
 from tailrace.guards import guarded, read_at_most
-from tailrace.models.loading import copy_tokenizer, load_causal_lm, quiet_transformers
+from tailrace.models.loading import load_causal_lm, quiet_transformers
 from tailrace.output_files import sync
 from tailrace.training.checkpoints.moments import (
     Moments,
@@ -79,7 +79,8 @@ class StagedCheckpoint:
     state: TrainerState
     model: PreTrainedModel
     """For its configuration alone."""
-    model_name: str
+    tokenizer: Mapping[str, bytes]
+    """Its files, by their names."""
     weights: Mapping[str, Tensor]
     """All of them, on the CPU; nothing on a rank that is not 0."""
     moments: Moments
@@ -121,7 +122,9 @@ class StagedCheckpoint:
             put_back(self.folder)
 
     def _write_rest(self, folder: Path) -> None:
-        copy_tokenizer(self.model_name, folder)
+        for name, content in self.tokenizer.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes(content)
         with quiet_transformers():
             self.model.save_pretrained(folder, state_dict=dict(self.weights))
         if self.adapter is not None:
@@ -157,7 +160,7 @@ class Manifest(msgspec.Struct, frozen=True):
 def stage(
     folder: Path,
     model: PreTrainedModel,
-    model_name: str,
+    tokenizer: Mapping[str, bytes],
     optimizer: torch.optim.Optimizer,
     state: TrainerState,
     *,
@@ -166,14 +169,14 @@ def stage(
 ) -> StagedCheckpoint:
     """Copy what a checkpoint under `folder` holds, and begin its folder. All ranks call it together.
 
-    Tokenizer files come from `model_name`. Raises `CheckpointError`.
+    The files of the `tokenizer` are by their names. Raises `CheckpointError`.
     """
     randomness = _randomness()
     with ranks.exchanging():
         weights = _copy_weights(model, keep=ranks.rank == 0)
         own = None if adapter is None else adapter.copy(keep=ranks.rank == 0)
     moments = copy_moments(model, optimizer, ranks)
-    staged = StagedCheckpoint(folder, state, model, model_name, weights, moments, randomness, own, ranks)
+    staged = StagedCheckpoint(folder, state, model, tokenizer, weights, moments, randomness, own, ranks)
     ranks.agree(lambda: _begin(folder, staged.state.step) if ranks.rank == 0 else None)
     return staged
 
