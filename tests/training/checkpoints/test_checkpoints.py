@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from tailrace.errors import CheckpointError
 from tailrace.training.checkpoints.files import latest_checkpoint, put_back, verify_checkpoint
@@ -185,6 +185,19 @@ def test_a_checkpoint_needs_nothing_of_where_the_model_came_from(model_folder: P
     path = trainer.save_checkpoint(tmp_path / "checkpoints")
     assert AutoTokenizer.from_pretrained(path).chat_template
     assert (path / "tokenizer.json").read_bytes() == (model_folder / "tokenizer.json").read_bytes()
+
+
+def test_whatever_a_checkpoint_cannot_be_written_for_is_told_and_leaves_nothing_behind(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise KeyError("lm_head.weight")
+
+    trainer = make_trainer(model_folder)
+    monkeypatch.setattr(PreTrainedModel, "save_pretrained", fail)
+    with pytest.raises(CheckpointError, match=r"step_000000 cannot be written: 'lm_head\.weight'"):
+        trainer.save_checkpoint(tmp_path)
+    assert [*tmp_path.iterdir()] == []
 
 
 def test_saving_a_step_again_replaces_it(model_folder: Path, tmp_path: Path) -> None:
