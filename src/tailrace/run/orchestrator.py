@@ -277,10 +277,11 @@ class Orchestrator(WeightListener, ReplicaListener):
     async def _wait_for_record(self, follower: asyncio.Task[TrainerEnded]) -> None:
         """Wait for the trainer's answer; where it is gone, too late or has nothing to save, write the record for it."""
         stop = self._stop
+        status = RunStatus.FAILED
         if stop is not None and stop.status is RunStatus.CANCELLED and self._roles.trainer.is_loading:
             status, why = stop.status, f"{stop.role}: {stop.reason}"
         elif missing := await self._unanswered(follower):
-            status, why = RunStatus.FAILED, str(self.error or missing)
+            why = str(self.error or missing)
         else:
             return
         record = TrainerEnded(epoch=self._log.epoch, status=status, step=self.step, reason=why)
