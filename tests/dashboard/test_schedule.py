@@ -8,6 +8,7 @@ import pytest
 
 from tailrace.dashboard.run_data import RunData
 from tailrace.dashboard.schedule import Bar
+from tailrace.reporting.sinks import rollouts_path
 from tailrace.tracing.traces import TraceWriter, join_trace
 from tailrace.tracing.wall_clock import monotonic_to_unix_ns
 from tests.support.made_runs import STEP_S, MadeRun
@@ -116,6 +117,50 @@ def test_a_rollout_whose_worker_was_lost_is_in_flight_no_longer(tmp_path: Path) 
     schedule = RunData(made.folder).schedule(None, None)
     assert schedule is not None
     assert not any(one.waits_for.startswith("its environment") for one in schedule.waiting)
+
+
+def _waiting(made: MadeRun) -> dict[str, str]:
+    schedule = RunData(made.folder).schedule(None, None)
+    assert schedule is not None
+    return {one.rollout_id: one.waits_for for one in schedule.waiting}
+
+
+@pytest.mark.parametrize("every_steps", [0, 1, 10])
+def test_what_has_ended_waits_where_no_file_can_have_it(tmp_path: Path, every_steps: int) -> None:
+    made = MadeRun(folder=tmp_path / "run", steps=25)
+    made.write_steps(25)
+    made.write_trace(joined=False)
+    paths = {step: rollouts_path(made.folder / "rollouts", step) for step in range(1, 26)}
+    for step, path in paths.items():
+        if not every_steps or step % every_steps:
+            path.unlink()
+    if every_steps == 1:  # of a group that was trained in step 25 one ended long before
+        first, rest = paths[1].read_bytes().split(b"\n", 1)
+        paths[1].write_bytes(rest)
+        paths[25].write_bytes(paths[25].read_bytes() + first + b"\n")
+    assert _waiting(made) == {}
+    last_s = 100 + 27 * STEP_S
+    for name, about in (("train/9#30.0.0", ""), ("train/9#30.1.0", ',"raised":"CancelledError"')):
+        told = f'"rollout":"sort/{name}"{about}'
+        _append_span(made.folder / "trace" / "orchestrator.events", "rollout", last_s + 0.1, told)
+    assert _waiting(made) == {"sort/train/9#30.0.0": "its group's scores, or its batch"}
+
+
+def test_an_evaluation_waits_while_one_of_its_rollouts_is_in_flight(tmp_path: Path) -> None:
+    made = MadeRun(folder=tmp_path / "run", steps=6)
+    made.write_steps(6)
+    made.write_trace(joined=False)
+    parts = made.folder / "trace"
+    for number in range(2):
+        told = f'"rollout":"eval-6/sort/held-out/{number}#{number}.0"'
+        _append_span(parts / "orchestrator.events", "rollout", 113.0, told)
+    assert _waiting(made) == {}  # observability.rollouts_every_steps is 0, say: it is in no file
+    _append_span(parts / "generator.events", "request", 113.5, '"request":"eval-6/sort/held-out/2#2.0/0/1"')
+    assert [waits_for.split(",")[0] for waits_for in _waiting(made).values()] == [
+        "the rest of its evaluation",
+        "the rest of its evaluation",
+        "its environment",
+    ]
 
 
 def _append_span(part: Path, name: str, ended_s: float, about: str = "") -> None:

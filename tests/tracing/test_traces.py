@@ -42,6 +42,26 @@ async def test_what_overlaps_lies_in_lanes_and_in_a_lane_spans_nest(tmp_path: Pa
     assert {span["args"]["rollout"] for span in spans(events, "rollout")} == {f"task-{n}" for n in range(4)}
 
 
+async def test_a_span_that_was_raised_out_of_says_by_what(tmp_path: Path) -> None:
+    async def plays(name: str, failure: Exception | None = None) -> None:
+        with phase("rollout", track="rollouts", about={"rollout": name}):
+            await asyncio.sleep(0)
+            if failure is not None:
+                raise failure
+            await asyncio.sleep(0 if name == "ends" else 60)
+
+    trace = TraceWriter(tmp_path / "parts", "orchestrator", max_bytes=100_000)
+    with PhaseRecorder(trace).recording():
+        playing = [asyncio.create_task(plays(*told)) for told in (("ends",), ("fails", KeyError("x")), ("waits",))]
+        await asyncio.wait(playing[:2])
+        playing[2].cancel()
+        await asyncio.wait(playing)
+    trace.close()
+    join_trace(tmp_path / "parts", tmp_path / "trace.json")
+    told = {span["args"]["rollout"]: span["args"].get("raised") for span in spans(read_trace(tmp_path / "trace.json"))}
+    assert told == {"ends": None, "fails": "KeyError", "waits": "CancelledError"}
+
+
 async def test_a_trace_keeps_to_its_size_and_tells_what_it_left_out(tmp_path: Path) -> None:
     events = await _record(tmp_path, rollouts=200, max_bytes=20_000)
     notes = [event for event in events if event["name"] == "trace_is_full"]

@@ -71,18 +71,19 @@ class RunData:
 
     def _waiting_in(self, trace: TraceSpans) -> list[Waiting]:
         """Looked for again where there is more of the trace or of the newest files."""
-        recorded = self._recorded()
-        key = (len(trace), [*recorded])
+        recorded, steps = self._recorded()
+        key = (len(trace), recorded, steps)
         if key != self._waiting[0]:
-            self._waiting = (key, waiting_in(trace, recorded))
+            self._waiting = (key, waiting_in(trace, recorded, steps))
         return self._waiting[1]
 
-    def _recorded(self) -> dict[str, RolloutRow]:
-        """Rollouts of the newest files, by their ids."""
+    def _recorded(self) -> tuple[set[str], set[int]]:
+        """Ids of the rollouts in the newest files, and the steps that these are of."""
         files = self.rollouts.files()
-        rows = [row for step in files.steps[-_NEWEST_FILES:] for row in self.rollouts.rows("step", step)]
+        steps = set(files.steps[-_NEWEST_FILES:])
+        rows = [row for step in steps for row in self.rollouts.rows("step", step)]
         rows += [row for step in files.evaluations[-2:] for row in self.rollouts.rows("evaluation", step)]
-        return {row.rollout_id: row for row in rows}
+        return {row.rollout_id for row in rows}, steps
 
     def _rows_of(self, steps: Sequence[int]) -> list[RolloutRow]:
         return [row for step in steps for row in self.rollouts.rows("step", step)]

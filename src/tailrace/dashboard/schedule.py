@@ -6,7 +6,7 @@ All of it comes from the trace; which step trained a rollout, and how old its to
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -316,36 +316,19 @@ def _rollout_lanes(
     return lanes
 
 
-def group_of(rollout_id: str) -> str:
-    """The group that a rollout's id names.
-
-    >>> group_of("alphabet-sort/train/2051#231.0.0")
-    'alphabet-sort/train/2051#231'
-    """
-    return rollout_id.rsplit(".", 2)[0]
-
-
-def waiting_in(trace: TraceSpans, recorded: Mapping[str, RolloutRow]) -> list[Waiting]:
+def waiting_in(trace: TraceSpans, recorded: Collection[str], steps: Collection[int]) -> list[Waiting]:
     """Rollouts that were seen and are in no step's file: what each waits for, the longest first.
 
     A rollout's own span is written when it ends, so that those in flight are known by their requests; where an agent
-    worker did not live to write it, the orchestrator's tells of its end. `recorded` are those of the newest files: what
-    ended before them is in older ones.
+    worker did not live to write it, the orchestrator's tells of its end. `recorded` are those of the newest files, which
+    hold all of these `steps`.
     """
     end = trace.bounds()[1]
-    ended = {
-        trace.texts.get(place, ""): ended for place, _, ended in trace.each(trace.named("rollout", "wait_for_worker"))
-    }
-    traced = trace.named("rollout", *_PARTS)
-    full_at = trace.ended_s[traced].max(initial=0.0) + _FULL_AFTER_S
-    in_flight: dict[str, tuple[float, str]] = {}
-    for place, _, stopped in trace.each(trace.named("request")[-_NEWEST_REQUESTS:]):
-        rollout_id, _, turn = trace.texts.get(place, "").rpartition("/")
-        rollout_id = rollout_id.rpartition("/")[0]
-        if rollout_id and rollout_id not in ended and rollout_id not in recorded and stopped < full_at:
-            in_flight[rollout_id] = max(in_flight.get(rollout_id, (0.0, "")), (stopped, turn))
-    missing = Counter(map(group_of, in_flight))
-    recorded_from = min((row.started_s + row.duration_s for row in recorded.values()), default=0.0)
+    spans = trace.named("rollout", "wait_for_worker")
+    ended = {trace.texts.get(place, ""): ended for place, _, ended in trace.each(spans)}
+    gone = {trace.texts.get(place, "") for place in trace.raised}.union(recorded)
+    in_flight = _in_flight_by_requests(trace, {*ended, *recorded})
+    missing = Counter(map(_awaited, in_flight))
     found = [
         Waiting(
             rollout_id=rollout_id,
@@ -354,20 +337,55 @@ def waiting_in(trace: TraceSpans, recorded: Mapping[str, RolloutRow]) -> list[Wa
         )
         for rollout_id, (stopped, turn) in in_flight.items()
     ]
+    elsewhere_until_s = _recorded_elsewhere_until_s(trace, steps)
     for rollout_id, stopped in ended.items():
-        siblings = missing[group_of(rollout_id)]
-        if rollout_id and rollout_id not in recorded and (siblings or stopped >= recorded_from):
-            found.append(
-                Waiting(rollout_id=rollout_id, waits_for=_after_end(rollout_id, siblings), since_s=end - stopped)
+        if not rollout_id or rollout_id in gone:
+            continue
+        siblings, is_evaluation = missing[_awaited(rollout_id)], _is_of_evaluation(rollout_id)
+        if siblings or (stopped > elsewhere_until_s and not is_evaluation):
+            waits_for = (
+                "the rest of its evaluation"
+                if is_evaluation
+                else f"{siblings} more of its group"
+                if siblings
+                else "its group's scores, or its batch"
             )
+            found.append(Waiting(rollout_id=rollout_id, waits_for=waits_for, since_s=end - stopped))
     return sorted(found, key=lambda one: -one.since_s)[:_OLDEST]
 
 
-def _after_end(rollout_id: str, siblings: int) -> str:
-    """What a rollout that has ended waits for."""
-    if rollout_id.startswith("eval-"):
-        return "the rest of its evaluation"
-    return f"{siblings} more of its group" if siblings else "its group's scores, or its batch"
+def _in_flight_by_requests(trace: TraceSpans, known: Collection[str]) -> dict[str, tuple[float, str]]:
+    """Of rollouts that were seen and are not `known`: when the newest turn was generated, and which that is."""
+    traced = trace.named("rollout", *_PARTS)
+    full_at = trace.ended_s[traced].max(initial=0.0) + _FULL_AFTER_S
+    found: dict[str, tuple[float, str]] = {}
+    for place, _, stopped in trace.each(trace.named("request")[-_NEWEST_REQUESTS:]):
+        rollout_id, _, turn = trace.texts.get(place, "").rpartition("/")
+        rollout_id = rollout_id.rpartition("/")[0]
+        if rollout_id and rollout_id not in known and stopped < full_at:
+            found[rollout_id] = max(found.get(rollout_id, (0.0, "")), (stopped, turn))
+    return found
+
+
+def _recorded_elsewhere_until_s(trace: TraceSpans, steps: Collection[int]) -> float:
+    """What ended until then may be in the file of another step, or was of one without a file."""
+    ends = trace.named("train", "record")  # the second alone where the trainer is not ours
+    numbers = trace.numbers[ends].tolist()
+    others = [ended for (_, _, ended), step in zip(trace.each(ends), numbers, strict=True) if step not in steps]
+    return max(others, default=0.0)
+
+
+def _is_of_evaluation(rollout_id: str) -> bool:
+    return rollout_id.startswith("eval-")
+
+
+def _awaited(rollout_id: str) -> str:
+    """What a rollout waits for the rest of: its group, or its evaluation.
+
+    >>> _awaited("alphabet-sort/train/2051#231.0.0"), _awaited("eval-40/alphabet-sort/held-out/7#8.0")
+    ('alphabet-sort/train/2051#231', 'eval-40')
+    """
+    return rollout_id.partition("/")[0] if _is_of_evaluation(rollout_id) else rollout_id.rsplit(".", 2)[0]
 
 
 def waterfall_of(trace: TraceSpans, step: int | None) -> Waterfall | None:

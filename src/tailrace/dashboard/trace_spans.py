@@ -34,6 +34,7 @@ class _Arguments(msgspec.Struct):
     rollout: str = ""
     request: str = ""
     replica: str = ""
+    raised: str = ""
     step: _Int32 = -1
     version: _Int32 = -1
     dropped: int = 0
@@ -84,6 +85,8 @@ class TraceSpans:
         self.process_names: list[str] = []
         self.texts: dict[int, str] = {}
         """Of a span: its rollout, request or replica."""
+        self.raised = set[int]()
+        """Spans that an error or a cancellation ended."""
         self.dropped = 0
         """Spans that a full trace did not take."""
         self._arrays: dict[str, NDArray[Any]] = {}
@@ -137,6 +140,8 @@ class TraceSpans:
             number = args.step if args.step >= 0 else args.version
             if text := args.rollout or args.request or args.replica:
                 self.texts[place] = text
+            if args.raised:
+                self.raised.add(place)
         columns.numbers.append(number)
 
     def _process(self, pid: int) -> int:

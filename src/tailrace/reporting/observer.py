@@ -231,7 +231,7 @@ class RunObserver(SchedulerObserver):
 
     @override
     def step_ended(self, event: StepTrained | StepSkipped, formed: FormedBatch) -> None:
-        with phase("record"):
+        with phase("record", about={"step": event.step}):
             self._record_step(event, formed)
 
     def _record_step(self, event: StepTrained | StepSkipped, formed: FormedBatch) -> None:

@@ -169,7 +169,8 @@ class phase:
     """A stretch of work that has a name; `with phase("score"): ...`, with or without awaits inside.
 
     Wall time is that of the phase less that of phases inside. What is nested in it in a trace lies in its lane; with a
-    `track` it opens one of its own. `about` is shown beside it in the trace.
+    `track` it opens one of its own. `about` is shown beside it in the trace, and as `raised` the error or cancellation
+    that ended it.
     """
 
     __slots__ = (
@@ -230,7 +231,7 @@ class phase:
         self.has_ended = True
         if clock.runs:
             clock.charge(now_ns)
-        self._sum_up(recorder.trace, clock, outer, now_ns - self._began_ns)
+        self._sum_up(recorder.trace, clock, outer, now_ns - self._began_ns, kind)
         _scope.set(outer)
         if self._owns_turn:
             clock.runs, clock.scope, clock._charged = False, None, None
@@ -268,7 +269,14 @@ class phase:
                 self._track = outer._track or (self.name if clock.is_loop else threading.current_thread().name)
             self._lane = trace.take_lane(self._track)
 
-    def _sum_up(self, trace: TraceWriter | None, clock: _Clock, outer: phase, duration_ns: int) -> None:
+    def _sum_up(
+        self,
+        trace: TraceWriter | None,
+        clock: _Clock,
+        outer: phase,
+        duration_ns: int,
+        raised: type[BaseException] | None,
+    ) -> None:
         totals = clock.totals.get(self.name)
         if totals is None:  # it ran in no turn: in a callback, or in a task from before the recording
             totals = clock.totals[self.name] = PhaseTotals()
@@ -277,8 +285,9 @@ class phase:
             outer._inside = 0
             outer._inside_ns += duration_ns
         if trace is not None and self._track is not None:
+            about = self._about if raised is None else {**(self._about or {}), "raised": raised.__name__}
             trace.add_span(
-                self.name, self._track, self._lane, began_ns=self._began_ns, duration_ns=duration_ns, about=self._about
+                self.name, self._track, self._lane, began_ns=self._began_ns, duration_ns=duration_ns, about=about
             )
             if not self._shares_lane:
                 trace.give_lane_back(self._track, self._lane)
