@@ -91,6 +91,22 @@ async def test_rollouts_are_found_in_all_steps_by_outcome_reward_and_length(clie
     assert (await get(client, "/api/runs/one/search?length=13.."))["matches"] == []
 
 
+async def test_of_a_large_file_the_rest_is_counted_and_each_rollout_is_there(tmp_path: Path) -> None:
+    run = MadeRun(folder=tmp_path / "large")
+    run.write_steps(1)
+    ids = run.write_large_file(1, 8_195)
+    app = Dashboard(tmp_path).application()
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url=LOCAL) as client:
+        table = await get(client, "/api/runs/large/rollouts?step=1")
+        assert (len(table["rollouts"]), table["left_out"]) == (8_192, 3)
+        for rollout_id in (ids[0], ids[-1]):
+            found = await client.get("/api/runs/large/rollout", params={"step": 1, "id": rollout_id})
+            assert found.json()["rollout_id"] == rollout_id
+        assert (await client.get("/api/runs/large/rollout", params={"step": 1, "id": "none"})).status_code == 404
+        found = await get(client, "/api/runs/large/search?text=piper")
+        assert (len(found["matches"]), found["left_out"]) == (8_192, 3)
+
+
 async def test_what_is_not_there_is_told_and_no_error(client: httpx.AsyncClient) -> None:
     for path in (
         "/api/runs/none",

@@ -174,6 +174,18 @@ def test_a_search_goes_on_where_it_had_found_enough(tmp_path: Path, page: Watche
         page.leave()
 
 
+def test_a_page_of_a_large_file_says_what_it_leaves_out(tmp_path: Path, page: Watched) -> None:
+    run = MadeRun(folder=tmp_path / "run")
+    run.write_steps(1)
+    run.write_large_file(1, 8_195)
+    with dashboard(run.folder) as link:
+        page.open(f"{link}#/run/run/groups?step=1&text=piper")
+        shown = page.page.locator("main").inner_text()
+        assert "The file has 8,195 rollouts. Groups, counts and searches are of the first 8,192." in shown
+        assert "8192 rollouts of this step fit, 0 of other steps; 3 rollouts of large files were not searched" in shown
+        page.leave()
+
+
 def test_runs_are_sorted_filtered_and_chosen(site: tuple[str, Path], page: Watched) -> None:
     page.open(site[0])
     page.page.get_by_role("button", name="run", exact=True).click()

@@ -146,6 +146,14 @@ def test_what_has_ended_waits_where_no_file_can_have_it(tmp_path: Path, every_st
     assert _waiting(made) == {"sort/train/9#30.0.0": "its group's scores, or its batch"}
 
 
+def test_a_file_that_is_read_in_part_does_not_make_the_rest_of_its_rollouts_wait(tmp_path: Path) -> None:
+    made = MadeRun(folder=tmp_path / "run", steps=6)
+    made.write_steps(6)
+    made.write_trace(joined=False)
+    made.write_large_file(6, 8_193)
+    assert _waiting(made) == {}
+
+
 def test_an_evaluation_waits_while_one_of_its_rollouts_is_in_flight(tmp_path: Path) -> None:
     made = MadeRun(folder=tmp_path / "run", steps=6)
     made.write_steps(6)

@@ -146,6 +146,16 @@ class MadeRun:
         """The file of a step."""
         self._write(rollouts_path(self.folder / "rollouts", step), step, self.entries(step))
 
+    def write_large_file(self, step: int, count: int) -> list[str]:
+        """The file of a step of `count` rollouts, all of one group and alike but for their ids: these."""
+        (entry, *_) = self.entries(step)
+        group = entry.rollout.group_id
+        line = encode_line(rollout_record(entry, step)).decode()
+        ids = [f"{group}.{number}.0" for number in range(count)]
+        path = rollouts_path(self.folder / "rollouts", step)
+        path.write_text("".join(line.replace(entry.rollout.rollout_id, rollout_id) for rollout_id in ids))
+        return ids
+
     def write_evaluation(self, step: int) -> None:
         """The same tasks each time, as held-out ones are."""
         entries = self.entries(step, held_out=True)

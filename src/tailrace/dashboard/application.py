@@ -225,8 +225,7 @@ class Dashboard:
 
     def rollouts(self, request: Request) -> RolloutTable:
         """A step's, or an evaluation's."""
-        kind, step = _kind(request), _step(request)
-        return RolloutTable(kind, step, self._run(request).rollouts.rows(kind, step))
+        return self._run(request).rollouts.table(_kind(request), _step(request))
 
     def rollout(self, request: Request) -> Json:
         """One, with long texts cut."""

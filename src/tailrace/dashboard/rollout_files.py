@@ -29,8 +29,8 @@ from tailrace.reporting.sinks import evaluation_path, rollouts_path
 Kind: TypeAlias = Literal["step", "evaluation"]
 
 _MOST_ROLLOUTS = 8_192
-"""Of one file that a table shows."""
-_KEPT_ROLLOUTS = 32_768
+"""Of one file that a table shows and a search sees."""
+KEPT_ROLLOUTS = 32_768
 """In memory, of all files."""
 _LINE_BYTES = 1 << 26
 _TEXT_CHARACTERS = 20_000
@@ -71,6 +71,8 @@ class RolloutTable(msgspec.Struct, frozen=True):
     kind: str
     step: int
     rollouts: list[RolloutRow]
+    left_out: int = 0
+    """Those behind the first 8,192."""
 
 
 class StepFiles(msgspec.Struct, frozen=True):
@@ -150,6 +152,8 @@ class Matches(msgspec.Struct, frozen=True):
     """Files that were not looked at, as time was up or there were many matches."""
     next: str = ""
     """The first of those, as in `step_12`: where a search goes on."""
+    left_out: int = 0
+    """Rollouts behind the first 8,192 of the files that were looked at."""
 
 
 @dataclass(slots=True)
@@ -160,6 +164,8 @@ class _Index:
     rows: list[RolloutRow]
     places: list[tuple[int, int]]
     """Offset and length of each row's line."""
+    num_left_out: int = 0
+    """Lines behind those."""
 
 
 _Located: TypeAlias = tuple[RolloutRow, tuple[int, int]]
@@ -198,10 +204,15 @@ class RolloutFiles:
         found += [("step", step) for step in files.steps]
         return sorted(found, key=lambda file: (file != viewed, -file[1]))
 
-    def rows(self, kind: Kind, step: int) -> list[RolloutRow]:
-        """Those of one file, without lines that were cut short; none without the file."""
+    def table(self, kind: Kind, step: int) -> RolloutTable:
+        """One file's, without lines that were cut short; empty without the file."""
         with self._lock:
-            return list(self._index(kind, step).rows)
+            index = self._index(kind, step)
+            return RolloutTable(kind, step, list(index.rows), index.num_left_out)
+
+    def rows(self, kind: Kind, step: int) -> list[RolloutRow]:
+        """Those of one file's table."""
+        return self.table(kind, step).rollouts
 
     def record(self, kind: Kind, step: int, rollout_id: str) -> dict[str, Json] | None:
         """One rollout's line, whole; None where the file has it not."""
@@ -211,39 +222,46 @@ class RolloutFiles:
                 (place for row, place in zip(index.rows, index.places, strict=True) if row.rollout_id == rollout_id),
                 None,
             )
-        if place is None:
+            left_out = index.num_left_out
+        path, line = self.path(kind, step), None
+        if place is not None:
+            line = _line_at(path, *place)
+        elif left_out:
+            line = _line_of(path, rollout_id)
+        if line is None:
             return None
-        with self.path(kind, step).open("rb") as file:
-            file.seek(place[0])
-            line = file.read(place[1])
         with guarded(f"rollout {rollout_id} can no longer be read", DataError):
             return msgspec.json.decode(line, type=dict[str, Json])
 
     def search(self, wanted: Wanted, files: list[tuple[Kind, int]], *, seconds: float) -> Matches:
         """Rollouts that are wanted, and whose line holds the text, whatever its case: in these files, as far as time
         allows."""
-        until, found = time.monotonic() + seconds, list[Match]()
+        until, found, left_out = time.monotonic() + seconds, list[Match](), 0
         needle = msgspec.json.encode(wanted.text)[1:-1].lower()
         for number, (kind, step) in enumerate(files):
             if len(found) >= _SEARCH_MATCHES or (number and time.monotonic() > until):
-                return Matches(found, len(files) - number, f"{kind}_{step}")
+                return Matches(found, len(files) - number, f"{kind}_{step}", left_out)
             with self._lock:
                 index = self._index(kind, step)
+                left_out += index.num_left_out
                 places = [one for one in zip(index.rows, index.places, strict=True) if wanted.takes(one[0])]
             excerpts = _excerpts(self.path(kind, step), needle, places) if needle else _task_ids(places)
             found += [Match(kind, step, row.rollout_id, row.task_id, row.reward, excerpt) for row, excerpt in excerpts]
-        return Matches(found)
+        return Matches(found, left_out=left_out)
 
     def _index(self, kind: Kind, step: int) -> _Index:
         path = self.path(kind, step)
         index = self._indexes.pop(path, None) or _Index(Tail(path), [], [])
         self._indexes[path] = index
         if index.tail.start_over_if_replaced():
-            index.rows, index.places = [], []
+            index.rows, index.places, index.num_left_out = [], [], 0
         for line in index.tail.lines():
             length = len(line)
             offset = index.tail.offset - length - 1
-            row = _row(line) if length <= _LINE_BYTES and len(index.rows) < _MOST_ROLLOUTS else None
+            if len(index.rows) == _MOST_ROLLOUTS:
+                index.num_left_out += 1
+                continue
+            row = _row(line) if length <= _LINE_BYTES else None
             if row is not None:
                 index.rows.append(row)
                 index.places.append((offset, length))
@@ -253,10 +271,27 @@ class RolloutFiles:
     def _forget(self) -> None:
         """The files that were asked for longest ago, as far as there are too many rollouts in memory."""
         kept = sum(len(index.rows) for index in self._indexes.values())
-        while kept > _KEPT_ROLLOUTS and len(self._indexes) > 1:
+        while kept > KEPT_ROLLOUTS and len(self._indexes) > 1:
             _, forgotten = self._indexes.popitem(last=False)
             kept -= len(forgotten.rows)
         self.num_kept = kept
+
+
+def _line_at(path: Path, offset: int, length: int) -> bytes:
+    with path.open("rb") as file:
+        file.seek(offset)
+        return file.read(length)
+
+
+def _line_of(path: Path, rollout_id: str) -> bytes | None:
+    """Of a rollout that is not in its file's table."""
+    named = msgspec.json.encode(rollout_id)
+    return next((line for line in Tail(path).lines() if named in line and _is_of(line, rollout_id)), None)
+
+
+def _is_of(line: bytes, rollout_id: str) -> bool:
+    row = _row(line)
+    return row is not None and row.rollout_id == rollout_id
 
 
 def _excerpts(path: Path, needle: bytes, places: Sequence[_Located]) -> Iterator[tuple[RolloutRow, str]]:

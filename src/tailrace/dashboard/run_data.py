@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tailrace.dashboard.metric_columns import MetricColumns
-from tailrace.dashboard.rollout_files import RolloutFiles, RolloutRow
+from tailrace.dashboard.rollout_files import KEPT_ROLLOUTS, RolloutFiles, RolloutRow
 from tailrace.dashboard.run_events import EventList, RunEvent
 from tailrace.dashboard.schedule import Schedule, Waiting, Waterfall, schedule_of, waiting_in, waterfall_of
 from tailrace.dashboard.trace_spans import TraceSpans
@@ -20,6 +20,8 @@ _ROW_BYTES = 2_000
 _KEPT_RUNS = 64
 _KEPT_TRACES = 1
 _NEWEST_FILES = 8
+_MOST_RECORDED = KEPT_ROLLOUTS // 2
+"""Of those, so that they stay in memory."""
 
 
 class RunData:
@@ -78,12 +80,18 @@ class RunData:
         return self._waiting[1]
 
     def _recorded(self) -> tuple[set[str], set[int]]:
-        """Ids of the rollouts in the newest files, and the steps that these are of."""
-        files = self.rollouts.files()
-        steps = set(files.steps[-_NEWEST_FILES:])
-        rows = [row for step in steps for row in self.rollouts.rows("step", step)]
-        rows += [row for step in files.evaluations[-2:] for row in self.rollouts.rows("evaluation", step)]
-        return {row.rollout_id for row in rows}, steps
+        """Ids of the rollouts in the newest files, and the steps that have all of theirs among these."""
+        files, ids, steps = self.rollouts.files(), set[str](), set[int]()
+        for step in files.evaluations[-2:]:
+            ids.update(row.rollout_id for row in self.rollouts.rows("evaluation", step))
+        for step in reversed(files.steps[-_NEWEST_FILES:]):
+            if len(ids) >= _MOST_RECORDED:
+                break
+            table = self.rollouts.table("step", step)
+            ids.update(row.rollout_id for row in table.rollouts)
+            if not table.left_out:
+                steps.add(step)
+        return ids, steps
 
     def _rows_of(self, steps: Sequence[int]) -> list[RolloutRow]:
         return [row for step in steps for row in self.rollouts.rows("step", step)]

@@ -16,7 +16,7 @@ export async function show(target, context) {
   const at = groups.findIndex((group) => group.id === parameters.id);
   const back = to(run, "groups", { kind: parameters.kind, step });
   if (at < 0) {
-    target.append(h("div", { class: "error" }, `step ${step} has no group ${parameters.id}`), h("a", { href: back }, "Groups of the step"));
+    target.append(h("div", { class: "error" }, `step ${step} has no group ${parameters.id}${table.left_out ? ` in the first ${table.rollouts.length} rollouts of its file` : ""}`), h("a", { href: back }, "Groups of the step"));
     return;
   }
   const group = groups[at];

@@ -41,7 +41,7 @@ export async function show(target, context) {
   };
   const showMatches = (answer, asked, numHere) => drawMatches(matches, answer, state, numHere, async () => {
     const more = await ofRun(run, "search", { ...asked, from: answer.next }, alive);
-    if (state.asked === asked) showMatches({ ...more, matches: [...answer.matches, ...more.matches] }, asked, numHere);
+    if (state.asked === asked) showMatches({ ...more, matches: [...answer.matches, ...more.matches], left_out: answer.left_out + more.left_out }, asked, numHere);
   });
   const select = (label, name, values) => values.length > 1 && h("select", { "aria-label": label, onchange: (event) => set({ [name]: event.target.value }) },
     h("option", { value: "" }, `all ${label}s`), values.map((value) => h("option", { value, selected: value === filter[name] }, value)));
@@ -71,6 +71,7 @@ export async function show(target, context) {
       h("label", {}, "sort", h("select", { "aria-label": "Sort groups", onchange: (event) => sortBy(event.target.value) }, Object.entries(SORTS).map(([value, [text]]) => h("option", { value, selected: value === state.sort }, text)))),
       h("label", { title: "For `what changed most`: the other step" }, "since", h("input", { type: "number", value: state.since ?? "", "aria-label": "Compared with step", onchange: async (event) => { state.since = event.target.value; state.before = null; amend({ since: state.since }); await compare(); await sortBy("change"); } })),
       h("button", { onclick: () => search(Object.values(state.filter).some(Boolean)), title: "The same filters, in all files of the run" }, "in all steps")),
+    found.left_out > 0 && h("p", { class: "soft" }, `The file has ${compact(found.rollouts.length + found.left_out)} rollouts. Groups, counts and searches are of the first ${compact(found.rollouts.length)}.`),
     h("div", { class: "split" }, h("div", {}, matches, h("div", { class: "panel pad" }, list)), h("aside", { class: "panel pad" }, h("h3", {}, "Rewards"), bins, axis, about)));
   if (filter.text) await search();
   if (state.sort === "change") await compare();
@@ -133,9 +134,10 @@ function drawAbout(target, state) {
 
 function drawMatches(target, answer, state, numHere, goOn) {
   const others = answer.matches.filter((match) => match.step !== state.step || match.kind !== state.kind);
+  const unseen = [answer.left && `${answer.left} files`, answer.left_out && `${compact(answer.left_out)} rollouts of large files`].filter(Boolean).join(" and ");
   const isOpen = target.firstElementChild?.open || (others.length > 0 && (!numHere || !state.holds));
   replace(target, h("details", { class: "panel pad", open: isOpen, style: { margin: "0 0 10px" } },
-    h("summary", {}, `${numHere} rollouts of this step fit, ${others.length} of other steps${answer.left ? `; ${answer.left} files were not searched` : ""}`),
+    h("summary", {}, `${numHere} rollouts of this step fit, ${others.length} of other steps${unseen && `; ${unseen} were not searched`}`),
     others.map((match) => h("div", {}, h("a", { href: to(state.run, "rollout", { kind: match.kind === "step" ? "" : match.kind, step: match.step, id: match.rollout_id }) }, `${match.kind} ${match.step}`), ` reward ${fixed(match.reward, 2)} `, h("span", { class: "mono soft", dir: "auto" }, visible(match.excerpt)))),
     answer.left > 0 && h("button", { onclick: goOn }, "search on")));
 }
