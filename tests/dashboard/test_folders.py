@@ -85,6 +85,19 @@ def test_the_first_reward_is_that_of_the_first_step_also_behind_an_evaluation(tm
     assert (row.reward_first, row.reward) == (0.2, 0.3)
 
 
+def test_a_step_of_however_many_generators_has_a_row(tmp_path: Path) -> None:
+    run = MadeRun(folder=tmp_path / "run")
+    generators = {f"generator/generator_{number}/requests_of_all_kinds": 1.0 for number in range(6_000)}
+    with (run.folder / "metrics.jsonl").open("ab") as file:
+        for step in (1, 2):
+            file.write(
+                msgspec.json.encode({"step": step} | generators | {"reward/mean": step / 4, "wall_s": 9.0}) + b"\n"
+            )
+            file.write(b'{"step":%d,"eval/sort/reward/mean":0.25}\n' % step)
+    (row,) = RunTable().rows(find_runs(run.folder))
+    assert (row.steps, row.reward_first, row.reward, row.wall_s, row.held_out) == (2, 0.25, 0.5, 9.0, 0.25)
+
+
 def test_settings_that_differ_and_seeds_of_one_family(tmp_path: Path) -> None:
     for name, seed, rate in (("a", 0, 1.0), ("b", 1, 1.0), ("c", 0, 2.0)):
         MadeRun(folder=tmp_path / name, seed=seed, settings={"trainer": {"learning_rate": rate}})

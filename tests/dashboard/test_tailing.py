@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest.mock import patch
 
 import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tailrace.dashboard.metric_columns import MetricColumns
-from tailrace.dashboard.tailing import Tail, first_lines, last_lines
+from tailrace.dashboard.tailing import Tail, first_lines, last_lines, lines_backwards
 
 
 @given(st.lists(st.binary(min_size=1, max_size=9).filter(lambda line: b"\n" not in line)), st.integers(1, 7))
@@ -100,9 +101,10 @@ def test_of_many_metrics_only_the_largest_are_asked_for(tmp_path: Path) -> None:
 def test_the_beginning_of_a_file_is_whole_lines(tmp_path: Path) -> None:
     path = tmp_path / "lines"
     path.write_bytes(b"first\nsecond\nthird\ncut")
-    assert first_lines(path, 15) == [b"first", b"second"]
-    assert first_lines(path, 1_000) == [b"first", b"second", b"third"]
-    assert first_lines(tmp_path / "none", 10) == []
+    assert [*first_lines(path, 6)] == [b"first"]
+    assert [*first_lines(path, 7)] == [b"first", b"second"]
+    assert [*first_lines(path, 1_000)] == [b"first", b"second", b"third"]
+    assert [*first_lines(tmp_path / "none", 10)] == []
 
 
 def test_the_end_of_a_file_is_whole_lines(tmp_path: Path) -> None:
@@ -111,3 +113,15 @@ def test_the_end_of_a_file_is_whole_lines(tmp_path: Path) -> None:
     assert last_lines(path, 12) == [b"third"]
     assert last_lines(path, 1_000) == [b"first", b"second", b"third"]
     assert last_lines(tmp_path / "none", 10) == []
+
+
+@given(st.binary(max_size=40).map(lambda data: data.replace(b"\0", b"\n")), st.integers(1, 50), st.integers(1, 9))
+def test_lines_backwards_are_those_at_the_end_however_little_is_read_at_once(
+    tmp_path_factory, data: bytes, num_bytes: int, at_once: int
+) -> None:
+    path = tmp_path_factory.mktemp("tail") / "lines"
+    path.write_bytes(data)
+    start = max(0, len(data) - num_bytes)
+    whole = data[start:].split(b"\n")[1 if start else 0 : -1]
+    with patch("tailrace.dashboard.tailing._BACK_BYTES", at_once):
+        assert [*lines_backwards(path, num_bytes)] == [line for line in reversed(whole) if line]

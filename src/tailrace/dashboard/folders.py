@@ -6,7 +6,7 @@ import enum
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -14,7 +14,7 @@ import msgspec
 from tailrace.dashboard.metric_columns import decoded
 from tailrace.dashboard.others import about
 from tailrace.dashboard.settings_view import Settings, read_settings
-from tailrace.dashboard.tailing import first_lines, last_lines
+from tailrace.dashboard.tailing import first_lines, lines_backwards
 from tailrace.errors import DataError
 from tailrace.records import Json
 from tailrace.reporting.run_folder import METRICS_FILE, is_number
@@ -25,9 +25,9 @@ _MARKS = ("config.toml", METRICS_FILE, "events.jsonl", "summary.json")
 _OWNER_FILE = "owner.json"
 _OWNER_LAPSES_S = 120.0
 """An owner renews the time stamp of its file every 20 s."""
-_LINE_BYTES = 1 << 18
-_EVALUATION_BYTES = 1 << 23
-"""Back from the end of the metrics, in which the newest evaluation is looked for: some hundred steps."""
+_NEAR_BYTES = 1 << 18
+_FAR_BYTES = 1 << 23
+"""Of the metrics, from their end on: some hundred steps, and one of tens of thousands of generators."""
 _MOST_RUNS = 2_000
 
 
@@ -164,11 +164,9 @@ def _read_row(name: str, folder: Path, *, alive: bool) -> tuple[RunRow, Settings
     """What the table shows of one run. Never raises: what cannot be read is left out."""
     settings = read_settings(folder / "config.toml")
     summary = summary_of(folder)
-    lines = [line for line in map(decoded, last_lines(folder / METRICS_FILE, _LINE_BYTES)) if line is not None]
-    begun = (line for line in map(decoded, first_lines(folder / METRICS_FILE, _LINE_BYTES)) if line is not None)
-    first = next((line for line in begun if "reward/mean" in line), {})
-    steps = [line for line in lines if "reward/mean" in line or "policy/version" in line]
-    newest = steps[-1] if steps else {}
+    metrics = folder / METRICS_FILE
+    first = _line_with(("reward/mean",), first_lines(metrics, _NEAR_BYTES))
+    newest = _line_with(("reward/mean", "policy/version"), lines_backwards(metrics, _FAR_BYTES))
     return (
         RunRow(
             id=name,
@@ -180,7 +178,7 @@ def _read_row(name: str, folder: Path, *, alive: bool) -> tuple[RunRow, Settings
             wall_s=_number(newest.get("wall_s")),
             reward=_number(newest.get("reward/mean")),
             reward_first=_number(first.get("reward/mean")),
-            held_out=_held_out(folder / METRICS_FILE, settings),
+            held_out=_held_out(metrics, settings),
             model=settings.text("model.name"),
             environments=settings.environments,
             tags=settings.tags,
@@ -243,15 +241,16 @@ def _answers(pid: int) -> bool:
     return True
 
 
+def _line_with(names: Collection[str], lines: Iterable[bytes]) -> dict[str, Json]:
+    """The first of these lines of metrics that has one of the names; empty where none has."""
+    found = (line for line in map(decoded, lines) if line is not None)
+    return next((line for line in found if any(name in line for name in names)), {})
+
+
 def _held_out(metrics: Path, settings: Settings) -> float | None:
-    found = _newest_evaluation(metrics, _LINE_BYTES)
-    if found is None and settings.integer("evaluation.every_steps"):  # else nobody pays for looking further back
-        found = _newest_evaluation(metrics, _EVALUATION_BYTES)
-    return found
-
-
-def _newest_evaluation(metrics: Path, num_bytes: int) -> float | None:
-    for line in reversed(last_lines(metrics, num_bytes)):
+    """That of the newest evaluation; without a setting for more nobody pays for looking far back."""
+    num_bytes = _FAR_BYTES if settings.integer("evaluation.every_steps") else _NEAR_BYTES
+    for line in lines_backwards(metrics, num_bytes):
         for name, value in ((decoded(line) or {}) if b'"eval/' in line else {}).items():
             if name.startswith("eval/") and name.endswith("/reward/mean"):
                 return _number(value)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 _CHUNK_BYTES = 1 << 22
+_BACK_BYTES = 1 << 18
 _LONGEST_LINE_BYTES = 1 << 26
 _FIRST_BYTES = 256
 """What a file is known by besides its inode, which the next file may have once it is gone."""
@@ -78,23 +80,35 @@ class Tail:
         return b""
 
 
+def lines_backwards(path: Path, num_bytes: int) -> Iterator[bytes]:
+    """Whole lines from the end of a file on, the last one first, read as they are asked for and as far as they begin
+    within so many bytes of the end; none without the file."""
+    with suppress(OSError), path.open("rb") as file:
+        at = file.seek(0, os.SEEK_END)
+        least, rest, is_end = max(0, at - num_bytes), b"", True
+        while at > least:
+            start = max(least, at - _BACK_BYTES)
+            file.seek(start)
+            *whole, rest = reversed((file.read(at - start) + rest).split(b"\n"))
+            if whole and is_end:  # what stands behind the last line's end is none yet
+                whole, is_end = whole[1:], False
+            yield from filter(None, whole)
+            at = start
+        if not at and not is_end and rest:
+            yield rest
+
+
 def last_lines(path: Path, num_bytes: int) -> list[bytes]:
     """Whole lines at the end of a file, of at most so many bytes, in order; none without the file."""
-    try:
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            start = max(0, size - num_bytes)
-            file.seek(start)
-            data = file.read(num_bytes)
-    except OSError:
-        return []
-    lines = data.split(b"\n")
-    return [line for line in lines[1 if start else 0 : -1] if line]
+    return [*lines_backwards(path, num_bytes)][::-1]
 
 
-def first_lines(path: Path, num_bytes: int) -> list[bytes]:
-    """Whole lines at the beginning of a file, of at most so many bytes, in order; none without the file."""
-    return [line for line in _beginning(path, num_bytes).split(b"\n")[:-1] if line]
+def first_lines(path: Path, num_bytes: int) -> Iterator[bytes]:
+    """Whole lines of a file, read as they are asked for, that begin within its first so many bytes; none without it."""
+    with suppress(OSError), path.open("rb") as file:
+        while file.tell() < num_bytes and (line := file.readline(_LONGEST_LINE_BYTES)).endswith(b"\n"):
+            if line != b"\n":
+                yield line[:-1]
 
 
 def _beginning(path: Path, num_bytes: int) -> bytes:
