@@ -45,9 +45,11 @@ def test_how_a_run_stands(tmp_path: Path) -> None:
 
 def test_a_run_that_was_resumed_and_killed_is_not_called_finished(tmp_path: Path) -> None:
     run = MadeRun(folder=tmp_path / "run").write_all()
-    assert state_of(run.folder) is RunState.FINISHED
+    (row,) = RunTable().rows(find_runs(run.folder))
+    assert (row.state, row.reason) == (RunState.FINISHED, "max_steps reached")
     own(run.folder, 2**22 + 1)
-    assert state_of(run.folder) is RunState.CRASHED
+    (row,) = RunTable().rows(find_runs(run.folder))
+    assert (row.state, row.reason) == (RunState.CRASHED, "")  # that of the start before says nothing of this one
 
 
 def test_a_row_tells_of_the_newest_step_and_follows_it(tmp_path: Path) -> None:

@@ -43,6 +43,11 @@ class RunState(enum.StrEnum):
     READ = "read"
     """Made of another library's files, which do not say."""
 
+    @property
+    def is_told(self) -> bool:
+        """The run's summary says so: else it has none, or one of an earlier start."""
+        return self in (RunState.FINISHED, RunState.FAILED, RunState.CANCELLED)
+
 
 class RunRow(msgspec.Struct, frozen=True, kw_only=True):
     """A run in the table of all."""
@@ -164,6 +169,7 @@ def _read_row(name: str, folder: Path, *, alive: bool) -> tuple[RunRow, Settings
     """What the table shows of one run. Never raises: what cannot be read is left out."""
     settings = read_settings(folder / "config.toml")
     summary = summary_of(folder)
+    state = RunState.READ if about(folder) else _state(summary, alive, (folder / _OWNER_FILE).exists())
     metrics = folder / METRICS_FILE
     first = _line_with(("reward/mean",), first_lines(metrics, _NEAR_BYTES))
     newest = _line_with(("reward/mean", "policy/version"), lines_backwards(metrics, _FAR_BYTES))
@@ -171,8 +177,8 @@ def _read_row(name: str, folder: Path, *, alive: bool) -> tuple[RunRow, Settings
         RunRow(
             id=name,
             name=settings.text("name") or (summary.name if summary else name),
-            state=RunState.READ if about(folder) else _state(summary, alive, (folder / _OWNER_FILE).exists()),
-            reason=summary.reason if summary is not None and not alive else "",
+            state=state,
+            reason=summary.reason if summary is not None and state.is_told else "",
             steps=int(_number(newest.get("step")) or (summary.steps if summary else 0)),
             max_steps=settings.integer("max_steps"),
             wall_s=_number(newest.get("wall_s")),
