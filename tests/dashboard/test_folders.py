@@ -101,8 +101,9 @@ def test_a_step_of_however_many_generators_has_a_row(tmp_path: Path) -> None:
 
 
 def test_settings_that_differ_and_seeds_of_one_family(tmp_path: Path) -> None:
-    for name, seed, rate in (("a", 0, 1.0), ("b", 1, 1.0), ("c", 0, 2.0)):
-        MadeRun(folder=tmp_path / name, seed=seed, settings={"trainer": {"learning_rate": rate}})
+    for port, (name, seed, rate) in enumerate((("a", 0, 1.0), ("b", 1, 1.0), ("c", 0, 2.0)), 8_000):
+        of_place = {"gateway": {"port": port}, "generator": {"devices": [port]}, "resume": name == "b"}
+        MadeRun(folder=tmp_path / name, seed=seed, settings={"trainer": {"learning_rate": rate}, **of_place})
     rows = {row.id: row for row in RunTable().rows(find_runs(tmp_path))}
     assert {name: bytes(row.differing["trainer.learning_rate"]) for name, row in rows.items()} == {
         "a": b"1.0",

@@ -21,6 +21,8 @@ from tailrace.config.reference import settings_reference, simulation_reference
 from tailrace.config.resuming import (
     CONFIG_FILE,
     MODULES_FILE,
+    OF_ONE_PLACE,
+    OF_ONE_START,
     RECIPE_FILE,
     Difference,
     differences,
@@ -45,6 +47,8 @@ from tailrace.user_code import modules_in
 __all__ = [
     "CONFIG_FILE",
     "MODULES_FILE",
+    "OF_ONE_PLACE",
+    "OF_ONE_START",
     "RECIPE_FILE",
     "RUNS",
     "Difference",

@@ -32,7 +32,7 @@ MODULES_FILE = "modules_folder.txt"
 OF_ONE_START = frozenset({"name", "resume", "allow_changed_settings", "observability.capture"})
 """Settings that say how a run is started, and not what it is: each start has those that it was given."""
 
-_OF_ONE_PLACE = frozenset(
+OF_ONE_PLACE = frozenset(
     {
         *(f"trainer.{name}" for name in ("ranks", "sequence_parallel", "devices", "threads", "collective_timeout_s")),
         *(f"trainer.{name}" for name in ("gradient_checkpointing", "offload_activations", "offload_optimizer")),
@@ -199,7 +199,7 @@ def differences(before: RunSettings, now: RunSettings, *, of_places: bool = Fals
 
     With `of_places` also what a resume may have otherwise.
     """
-    left_out = OF_ONE_START if of_places else OF_ONE_START | _OF_ONE_PLACE
+    left_out = OF_ONE_START if of_places else OF_ONE_START | OF_ONE_PLACE
     were, are = (dict(_leaves(settings.model_dump(mode="json"))) for settings in (before, now))
     return [
         Difference(name, were.get(name), are.get(name))

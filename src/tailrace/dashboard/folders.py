@@ -71,7 +71,7 @@ class RunRow(msgspec.Struct, frozen=True, kw_only=True):
     changed_s: float = 0.0
     """Seconds since 1970."""
     family: str = ""
-    """The same for runs whose settings differ in their name and seed alone."""
+    """The same for runs whose settings differ in their seeds alone, and in how and where they were started."""
     differing: dict[str, msgspec.Raw] = {}
     """Settings that are not the same in all runs of the table, as JSON."""
 

@@ -16,7 +16,7 @@ from tailrace.guards import guarded, read_at_most
 from tailrace.records import Json
 
 _MOST_BYTES = 1 << 20
-_OF_ONE_RUN = frozenset({"name", "seed", "generator.seed", "observability.tags", "observability.ui"})
+_SEEDS = frozenset({"seed", "generator.seed"})
 
 
 class Change(msgspec.Struct, frozen=True):
@@ -58,8 +58,11 @@ class Settings:
 
     @property
     def family(self) -> str:
-        """A digest of all settings but those that tell runs of one experiment apart."""
-        rest = sorted((key, repr(value)) for key, value in self.flat.items() if key not in _OF_ONE_RUN)
+        """A digest of all settings but seeds, and those that say how and where a run is started."""
+        from tailrace.config import OF_ONE_PLACE, OF_ONE_START
+
+        left_out = _SEEDS | OF_ONE_START | OF_ONE_PLACE
+        rest = sorted((key, repr(value)) for key, value in self.flat.items() if key not in left_out)
         return xxhash.xxh3_64_hexdigest(msgspec.json.encode(rest)) if self.flat else ""
 
 
