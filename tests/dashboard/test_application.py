@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
+from urllib.parse import quote
 
 import httpx
 import pytest
@@ -120,6 +122,23 @@ async def test_what_is_not_there_is_told_and_no_error(client: httpx.AsyncClient)
         assert response.status_code == 404, path
         assert response.json()["error"]
     assert (await get(client, "/api/runs/one/rollouts?step=99"))["rollouts"] == []
+
+
+async def test_a_folder_whose_name_is_no_text_is_shown_as_any_other(tmp_path: Path) -> None:
+    root = tmp_path / os.fsdecode(b"th\xe9")
+    MadeRun(folder=root / os.fsdecode(b"caf\xe9"), settings={"name": "own"}).write_steps(1)
+    (root / os.fsdecode(b"caf\xe9") / "checkpoints" / os.fsdecode(b"step_\xe9")).mkdir(parents=True)
+    traces = root / os.fsdecode(b"trac\xe9s") / "traces.jsonl"
+    traces.parent.mkdir()
+    traces.write_text("{}\n")
+    for folder, runs in ((root, ["caf\\xe9", "trac\\xe9s"]), (root / os.fsdecode(b"caf\xe9"), ["caf\\xe9"])):
+        app = Dashboard(folder).application()
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url=LOCAL) as client:
+            table = await get(client, "/api/runs")
+            assert [row["id"] for row in table["runs"]] == runs
+            for run in runs:
+                assert (await get(client, f"/api/runs/{quote(run)}"))["row"]["id"] == run
+            assert (await client.get("/api/runs/none")).status_code == 404
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from starlette.staticfiles import StaticFiles
 
 from tailrace.dashboard.chat import ChatPlace, reply, running_policy
 from tailrace.dashboard.folders import RunRow, RunState, RunTable, find_runs, is_run_folder, summary_of
+from tailrace.dashboard.names import as_text
 from tailrace.dashboard.others import OthersFiles, about, find_sources, source_at
 from tailrace.dashboard.rollout_files import Kind, Matches, RolloutTable, Wanted, part, shortened
 from tailrace.dashboard.run_data import RunCache, RunData
@@ -153,7 +154,7 @@ class Dashboard:
         return folder
 
     def _not_there(self, request: Request) -> NotFound:
-        return NotFound(f"there is no run {request.path_params['run']!r} in {self._root}")
+        return NotFound(f"there is no run {request.path_params['run']!r} in {as_text(self._root)}")
 
     def _run(self, request: Request) -> RunData:
         return self._cache.get(self._folder(request))
@@ -161,7 +162,7 @@ class Dashboard:
     def runs(self, _request: Request) -> Runs:
         """The table of all."""
         is_one = is_run_folder(self._root) or source_at(self._root) is not None
-        return Runs(self._root.resolve().name, is_one, _VERSION, self._rows())
+        return Runs(as_text(self._root.resolve().name), is_one, _VERSION, self._rows())
 
     def run(self, request: Request) -> RunDetail:
         """One run's row, and what there is of it."""
@@ -174,7 +175,7 @@ class Dashboard:
             evaluations=files.evaluations,
             tokens=token_steps(folder),
             chats={name: place.url for name, place in self._chats(folder, row).items()},
-            checkpoints=sorted(path.name for path in (folder / "checkpoints").glob("step_*")),
+            checkpoints=sorted(as_text(path.name) for path in (folder / "checkpoints").glob("step_*")),
             note=tracker.note if (tracker := about(folder)) else "",
         )
 

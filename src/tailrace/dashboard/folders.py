@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 from tailrace.dashboard.metric_columns import decoded
+from tailrace.dashboard.names import as_text
 from tailrace.dashboard.others import about
 from tailrace.dashboard.settings_view import Settings, read_settings
 from tailrace.dashboard.tailing import first_lines, lines_backwards
@@ -89,7 +90,7 @@ def is_run_folder(folder: Path) -> bool:
 def find_runs(root: Path) -> dict[str, Path]:
     """Run folders by their names: `root` itself where it is one, else those in it. At most 2,000, newest first."""
     if is_run_folder(root):
-        return {root.resolve().name: root}
+        return {as_text(root.resolve().name): root}
     try:
         with os.scandir(root) as entries:
             folders = [Path(entry.path) for entry in entries if not entry.name.startswith(".") and entry.is_dir()]
@@ -97,7 +98,7 @@ def find_runs(root: Path) -> dict[str, Path]:
         return {}
     found = [folder for folder in folders if is_run_folder(folder)]
     found.sort(key=_changed_s, reverse=True)
-    return {folder.name: folder for folder in found[:_MOST_RUNS]}
+    return {as_text(folder.name): folder for folder in found[:_MOST_RUNS]}
 
 
 def _changed_s(folder: Path) -> float:

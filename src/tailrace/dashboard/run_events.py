@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 
+from tailrace.dashboard.names import as_text
 from tailrace.dashboard.tailing import Tail, last_lines
 
 _LOG_BYTES = 1 << 18
@@ -93,5 +94,5 @@ def _warnings(logs: Path) -> list[RunEvent]:
             if (match := _LOG_LINE.match(line.decode("utf-8", "replace"))) is not None:
                 at, level, _, text = match.groups()
                 kind = "warning" if level == "WARNING" else "error"
-                found.append(RunEvent(kind=kind, text=text[:2_000], at=at, role=path.stem))
+                found.append(RunEvent(kind=kind, text=text[:2_000], at=at, role=as_text(path.stem)))
     return sorted(found, key=lambda event: event.at)[-_MOST_EVENTS:]

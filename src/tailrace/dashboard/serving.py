@@ -17,6 +17,7 @@ from typing_extensions import override
 from tailrace.dashboard.access import Access, Guarded
 from tailrace.dashboard.application import Dashboard
 from tailrace.dashboard.chat import ChatPlace
+from tailrace.dashboard.names import as_text
 from tailrace.dashboard.others import source_at
 from tailrace.errors import DataError, SettingsError
 
@@ -39,7 +40,7 @@ def require_folder(root: Path) -> None:
     """Raise `DataError` where there is neither a folder nor a file that can be shown."""
     if not root.is_dir() and source_at(root) is None:
         raise DataError(
-            f"there is nothing to show at {root}: name a run's folder, the one that runs are in, or a file of "
+            f"there is nothing to show at {as_text(root)}: name a run's folder, the one that runs are in, or a file of "
             "verifiers' (traces.jsonl, results.jsonl) or TRL's (completions_00005.parquet)"
         )
 
@@ -65,7 +66,7 @@ async def serve_dashboard(
         timeout_graceful_shutdown=_CLOSE_S,
     )
     server = _Server(config)
-    say(f"{root} is shown at {link(host, port, access.token)}")
+    say(f"{as_text(root)} is shown at {link(host, port, access.token)}")
     serving = asyncio.create_task(server.serve(sockets=[listener]), name="dashboard")
     try:
         await asyncio.shield(serving)

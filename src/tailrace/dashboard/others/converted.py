@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 import tomli_w
 
+from tailrace.dashboard.names import as_text
 from tailrace.dashboard.others.placed import Placed
 from tailrace.dashboard.others.sources import Library, Source
 from tailrace.dashboard.others.trl_tables import placed_of_table
@@ -194,7 +195,7 @@ class _Converted:
     def _about(self) -> None:
         source = self._source
         unread = f" {self._num_unread} of its lines or tables could not be read." if self._num_unread else ""
-        note = f"{source.path}: a file of {source.library}. It has {_LACKS[source.library]}{unread}"
+        note = f"{as_text(source.path)}: a file of {source.library}. It has {_LACKS[source.library]}{unread}"
         (self.folder / _ABOUT_FILE).write_bytes(msgspec.json.encode(About(source.library, note)))
 
     def _settings(self) -> None:
@@ -208,7 +209,7 @@ class _Converted:
             "environments": [{"name": name} for name in names],
             "observability": {"tags": [str(self._source.library)]},
         }
-        text = f"# What is known of {self._source.path}, which is no run of Tailrace's.\n\n{tomli_w.dumps(table)}"
+        text = f"# What is known of {as_text(self._source.path)}, which is no run of Tailrace's.\n\n{tomli_w.dumps(table)}"
         (self.folder / "config.toml").write_text(text, encoding="utf-8")
 
 

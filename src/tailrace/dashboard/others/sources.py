@@ -8,6 +8,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
+from tailrace.dashboard.names import as_text
+
 _TRACES, _RESULTS, _METADATA = "traces.jsonl", "results.jsonl", "metadata.json"
 _COMPLETIONS = "completions"
 _MOST_SOURCES = 500
@@ -40,17 +42,17 @@ def source_at(path: Path) -> Source | None:
     A file is named by its folder where its own name says nothing.
     """
     if path.is_file():
-        name = path.resolve().parent.name if path.name in (_TRACES, _RESULTS) else path.stem
+        name = as_text(path.resolve().parent.name if path.name in (_TRACES, _RESULTS) else path.stem)
         library = {".jsonl": Library.VERIFIERS, ".parquet": Library.TRL}.get(path.suffix)
         return None if library is None else Source(name, path, library)
     if (path / _TRACES).is_file():
-        return Source(path.resolve().name, path / _TRACES, Library.VERIFIERS)
+        return Source(as_text(path.resolve().name), path / _TRACES, Library.VERIFIERS)
     if (path / _RESULTS).is_file() and (path / _METADATA).is_file():
-        return Source(path.resolve().name, path / _RESULTS, Library.VERIFIERS)
+        return Source(as_text(path.resolve().name), path / _RESULTS, Library.VERIFIERS)
     for tables in (path / _COMPLETIONS, path):
         if tables.is_dir() and next(tables.glob("completions_*.parquet"), None) is not None:
             owner = tables.resolve().parent if tables.resolve().name == _COMPLETIONS else tables.resolve()
-            return Source(owner.name, tables, Library.TRL)
+            return Source(as_text(owner.name), tables, Library.TRL)
     return None
 
 
