@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
+import threading
 from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, patch
 
 import httpx
 import msgspec
@@ -14,6 +16,7 @@ import pytest
 
 from tailrace.dashboard.application import Dashboard
 from tailrace.dashboard.others import OthersFiles, find_sources
+from tailrace.dashboard.others.placed import Placed
 from tailrace.dashboard.others.verifiers_lines import placed_of_line
 from tailrace.dashboard.serving import require_folder
 from tailrace.errors import DataError
@@ -225,6 +228,58 @@ async def test_tables_that_come_later_are_seen_and_one_of_another_kind_is_told(t
     assert "1 of its lines or tables could not be read" in detail["note"]
 
 
+async def test_a_large_file_is_taken_in_little_by_little_by_who_looks_at_it(tmp_path: Path) -> None:
+    write_traces(tmp_path / "large", [1.0] * 40)
+    write_completions(tmp_path / "tables" / "completions", 5)
+    write_completions(tmp_path / "tables" / "completions", 10)
+    MadeRun(folder=tmp_path / "own", steps=3).write_all()
+    ask = Asked(tmp_path)
+
+    async def seen(run: str, kind: str, step: int) -> int:
+        return len((await ask(f"runs/{run}/rollouts", kind=kind, step=step))["rollouts"])
+
+    with patch("tailrace.dashboard.application._TAKE_IN_S", -1.0):  # time for a line or a table
+        for _ in range(3):
+            await ask("runs/own")
+        assert [await seen("large", "evaluation", 0) for _ in range(3)] == [1, 2, 3]
+        assert "So far 9 % of it were read" in (await ask("runs/large"))["note"]
+        assert [await seen("tables", "step", 10) for _ in range(2)] == [0, 4]
+        await ask("runs")
+    assert await seen("large", "evaluation", 0) == 40
+    assert "So far" not in (await ask("runs/large"))["note"]
+
+
+async def test_while_a_file_is_taken_in_its_pages_and_all_others_answer(tmp_path: Path) -> None:
+    write_traces(tmp_path / "a", [1.0])
+    goes_on, is_at_it = threading.Event(), threading.Event()
+
+    def slow(line: bytes, number: int, environment: str) -> list[Placed]:
+        is_at_it.set()
+        assert goes_on.wait(60)
+        return placed_of_line(line, number, environment)
+
+    ask = Asked(tmp_path)
+    with patch("tailrace.dashboard.others.converted.placed_of_line", slow):
+        first = asyncio.create_task(ask("runs"))
+        assert await asyncio.to_thread(is_at_it.wait, 60)
+        assert (await ask("runs"))["runs"][0]["held_out"] is None
+        assert (await ask("runs/a"))["row"]["state"] == "read"
+        goes_on.set()
+        assert (await first)["runs"][0]["held_out"] == 0.75
+
+
+async def test_what_is_left_out_of_a_file_that_is_too_large_is_said(tmp_path: Path) -> None:
+    with patch("tailrace.dashboard.others.converted._MOST_BYTES", 3_000):
+        write_traces(tmp_path / "lines", [1.0] * 40)
+        for step in (5, 10):
+            write_completions(tmp_path / "tables" / "completions", step)
+        ask = Asked(tmp_path)
+        lines = await ask("runs/lines")
+        assert "What stands behind its first" in lines["note"]
+        assert "of its tables are left out" in (await ask("runs/tables"))["note"]
+        assert (await ask("runs/lines"))["note"] == lines["note"]
+
+
 def test_what_is_nothing_of_these_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "results.jsonl").write_text("{}\n")
     assert find_sources(tmp_path) == []  # without verifiers' metadata.json beside it
@@ -239,6 +294,7 @@ def test_the_files_themselves_are_left_alone_and_what_was_made_goes(tmp_path: Pa
     others = OthersFiles()
     (source,) = find_sources(tmp_path)
     folder = others.folder(source)
+    others.update([folder])
     assert (folder / "metrics.jsonl").is_file()
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
     del others

@@ -35,6 +35,8 @@ from tailrace.reporting.summary import RunSummary
 
 _VERSION = importlib.metadata.version("tailrace")
 _SEARCH_S = 0.4
+_TAKE_IN_S = 1.0
+"""Of others' files, by one request that shows them."""
 _MOST_BODY_BYTES = 1 << 20
 
 
@@ -126,7 +128,7 @@ class Dashboard:
         )
 
     def _found(self) -> dict[str, Path]:
-        """Run folders by their names, those made of other libraries' files behind them."""
+        """Run folders by name; then those made of other libraries' files, with what was taken in of these."""
         found = find_runs(self._root)
         if is_run_folder(self._root):
             return found
@@ -135,13 +137,13 @@ class Dashboard:
             found.setdefault(name, self._others.folder(source))
         return found
 
-    def _rows(self) -> list[RunRow]:
+    def _rows(self, found: dict[str, Path]) -> list[RunRow]:
         with self._lock:
-            return self._table.rows(self._found())
+            return self._table.rows(found)
 
     def _row(self, request: Request) -> RunRow:
         """Raises `NotFound`."""
-        row = next((row for row in self._rows() if row.id == request.path_params["run"]), None)
+        row = next((row for row in self._rows(self._found()) if row.id == request.path_params["run"]), None)
         if row is None:
             raise self._not_there(request)
         return row
@@ -151,6 +153,7 @@ class Dashboard:
         folder = self._found().get(request.path_params["run"])
         if folder is None:
             raise self._not_there(request)
+        self._others.update([folder], seconds=_TAKE_IN_S)
         return folder
 
     def _not_there(self, request: Request) -> NotFound:
@@ -161,8 +164,10 @@ class Dashboard:
 
     def runs(self, _request: Request) -> Runs:
         """The table of all."""
+        found = self._found()
+        self._others.update(found.values(), seconds=_TAKE_IN_S)
         is_one = is_run_folder(self._root) or source_at(self._root) is not None
-        return Runs(as_text(self._root.resolve().name), is_one, _VERSION, self._rows())
+        return Runs(as_text(self._root.resolve().name), is_one, _VERSION, self._rows(found))
 
     def run(self, request: Request) -> RunDetail:
         """One run's row, and what there is of it."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 import tempfile
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -86,11 +88,22 @@ class OthersFiles:
         self._lock = threading.Lock()
 
     def folder(self, source: Source) -> Path:
-        """That of a source, with all that it holds by now."""
-        known = self._converted(source)
-        with known.lock:  # a large one keeps nobody from the others
-            known.update()
-        return known.folder
+        """That of a source, as far as it was taken in."""
+        return self._converted(source).folder
+
+    def update(self, folders: Iterable[Path], *, seconds: float = math.inf) -> None:
+        """Take in what came since in these, as far as time allows, the small ones first; others are left alone.
+
+        Of each a line or a table more, but where another thread is at it.
+        """
+        until_s, wanted = time.monotonic() + seconds, set(folders)
+        found = [known for known in [*self._known.values()] if known.folder in wanted]
+        for known in sorted(found, key=_Converted.num_bytes):
+            if known.lock.acquire(blocking=False):
+                try:
+                    known.update(until_s)
+                finally:
+                    known.lock.release()
 
     def _converted(self, source: Source) -> _Converted:
         with self._lock:
@@ -113,35 +126,37 @@ class _Converted:
         self._stamps: dict[Path, tuple[int, int]] = {}
         self._figures: dict[tuple[int, Kind], _Figures] = {}
         self._num_lines = self._num_unread = 0
+        self._rest = ""
+        """A note on what was not taken in."""
         self._model = self._environment = ""
         (folder / ROLLOUTS_FOLDER).mkdir(parents=True)
         self._about()
         self._settings()
 
-    def update(self) -> None:
-        """Take in what came since."""
+    def num_bytes(self) -> int:
+        """What its source has."""
+        return sum(_stamp(path)[1] for path in self._source.tables())
+
+    def update(self, until_s: float) -> None:
+        """Take in what came since, as far as time allows."""
         is_lines = self._source.library is Library.VERIFIERS
-        if not (self._take_lines() if is_lines else self._take_tables()):
+        if not (self._take_lines(until_s) if is_lines else self._take_tables(until_s)):
             return
         lines = [_metrics_line(step, kind, figures) for (step, kind), figures in sorted(self._figures.items())]
-        part = self.folder / f"{METRICS_FILE}.part"
-        part.write_bytes(b"".join(lines))
         changed_ns = max((_stamp(path)[0] for path in self._source.tables()), default=0)
-        os.utime(part, ns=(changed_ns, changed_ns))
-        part.replace(self.folder / METRICS_FILE)
+        _write_whole(self.folder / METRICS_FILE, b"".join(lines), changed_ns=changed_ns)
         self._about()
         self._settings()
 
-    def _take_lines(self) -> bool:
+    def _take_lines(self, until_s: float) -> bool:
         """Whether anything has changed."""
         is_void = self._tail.start_over_if_replaced()
         if is_void:
             self._forget()
-        if self._tail.offset > _MOST_BYTES:
-            return False
-        before = self._num_lines
+        before = self._num_lines, self._rest
+        is_cut = self._tail.offset >= _MOST_BYTES
         batch: list[Placed] = []
-        for line in self._tail.lines():
+        for line in () if is_cut else self._tail.lines():
             self._num_lines += 1
             try:
                 batch += placed_of_line(line, self._num_lines, self._environment or self._source.name)
@@ -150,12 +165,13 @@ class _Converted:
             if len(batch) >= 1_000:
                 self._write(batch)
                 batch = []
-            if self._tail.offset > _MOST_BYTES:
+            if is_cut := self._tail.offset >= _MOST_BYTES or time.monotonic() > until_s:
                 break
         self._write(batch)
-        return is_void or self._num_lines > before
+        self._rest = _rest_of_lines(self._tail.offset, self.num_bytes()) if is_cut else ""
+        return is_void or (self._num_lines, self._rest) != before
 
-    def _take_tables(self) -> bool:
+    def _take_tables(self, until_s: float) -> bool:
         """Whether anything has changed; with a table that has, or is gone, all are read again."""
         stamps = {path: _stamp(path) for path in self._source.tables()}
         new = [path for path, stamp in stamps.items() if self._stamps.get(path) != stamp]
@@ -163,18 +179,26 @@ class _Converted:
         if is_void:
             self._forget()
             new = list(stamps)
-        left = _MOST_BYTES - sum(size for path, (_, size) in stamps.items() if path not in new)
+        left = _MOST_BYTES - sum(size for _, size in self._stamps.values())
+        taken = 0
         for path in new:
             left -= stamps[path][1]
+            if left < 0:
+                break
             try:
-                self._write(placed_of_table(path) if left > 0 else [])
+                self._write(placed_of_table(path))
             except DataError:
                 self._num_unread += 1
-        self._stamps = stamps
-        return is_void or bool(new)
+            self._stamps[path] = stamps[path]
+            taken += 1
+            if time.monotonic() > until_s:
+                break
+        before, self._rest = self._rest, _rest_of_tables(len(new) - taken, left)
+        return is_void or taken > 0 or self._rest != before
 
     def _forget(self) -> None:
         self._figures.clear()
+        self._stamps.clear()
         self._num_lines = self._num_unread = 0
         for path in (self.folder / ROLLOUTS_FOLDER).iterdir():
             path.unlink()
@@ -195,8 +219,10 @@ class _Converted:
     def _about(self) -> None:
         source = self._source
         unread = f" {self._num_unread} of its lines or tables could not be read." if self._num_unread else ""
-        note = f"{as_text(source.path)}: a file of {source.library}. It has {_LACKS[source.library]}{unread}"
-        (self.folder / _ABOUT_FILE).write_bytes(msgspec.json.encode(About(source.library, note)))
+        note = (
+            f"{as_text(source.path)}: a file of {source.library}. It has {_LACKS[source.library]}{unread}{self._rest}"
+        )
+        _write_whole(self.folder / _ABOUT_FILE, msgspec.json.encode(About(source.library, note)))
 
     def _settings(self) -> None:
         """As far as the files tell; `metadata.json` stands beside the older ones of verifiers."""
@@ -209,8 +235,32 @@ class _Converted:
             "environments": [{"name": name} for name in names],
             "observability": {"tags": [str(self._source.library)]},
         }
-        text = f"# What is known of {as_text(self._source.path)}, which is no run of Tailrace's.\n\n{tomli_w.dumps(table)}"
-        (self.folder / "config.toml").write_text(text, encoding="utf-8")
+        text = (
+            f"# What is known of {as_text(self._source.path)}, which is no run of Tailrace's.\n\n{tomli_w.dumps(table)}"
+        )
+        _write_whole(self.folder / "config.toml", text.encode())
+
+
+def _rest_of_lines(offset: int, size: int) -> str:
+    """A note on what stands behind the line with which reading stopped.
+
+    >>> _rest_of_lines(300, 300), _rest_of_lines(300, 1_000), _rest_of_lines(_MOST_BYTES, _MOST_BYTES + 9)
+    ('', ' So far 30 % of it were read.', ' What stands behind its first 2 GiB is left out.')
+    """
+    if offset >= size:
+        return ""
+    if offset >= _MOST_BYTES:
+        return f" What stands behind its first {_MOST_BYTES >> 30} GiB is left out."
+    return f" So far {100 * offset // min(size, _MOST_BYTES)} % of it were read."
+
+
+def _rest_of_tables(count: int, left: int) -> str:
+    """A note on so many tables, with so many bytes left for more."""
+    if not count:
+        return ""
+    if left < 0:
+        return f" {count} of its tables are left out: those before have {_MOST_BYTES >> 30} GiB."
+    return f" {count} of its tables are still to be read."
 
 
 class _Metadata(msgspec.Struct):
@@ -224,6 +274,15 @@ def _metadata(path: Path) -> _Metadata:
             return msgspec.json.decode(read_at_most(path, 1 << 20), type=_Metadata)
     except DataError:
         return _Metadata()
+
+
+def _write_whole(path: Path, data: bytes, *, changed_ns: int | None = None) -> None:
+    """Who reads it meanwhile has what was there before."""
+    part = path.with_name(f"{path.name}.part")
+    part.write_bytes(data)
+    if changed_ns is not None:
+        os.utime(part, ns=(changed_ns, changed_ns))
+    part.replace(path)
 
 
 def _stamp(path: Path) -> tuple[int, int]:
