@@ -524,6 +524,68 @@ def test_a_step_that_was_chosen_stays_while_its_run_goes_on(tmp_path: Path, page
         page.leave()
 
 
+def look_again(page: Watched, path: str, seconds: float = 2.5) -> None:
+    """Let an open page ask what is new, twice: by the second answer it has drawn the first."""
+    for _ in range(2):
+        with page.page.expect_response(lambda response: response.url.endswith(path)):
+            page.page.clock.run_for(int(1_000 * seconds))
+
+
+def test_the_table_of_runs_leaves_the_focus_where_it_is(tmp_path: Path, page: Watched) -> None:
+    runs = [MadeRun(folder=tmp_path / name, seed=seed) for seed, name in enumerate(("a", "b"))]
+    for run in runs:
+        run.write_steps(2)
+    page.page.clock.install()
+    with dashboard(tmp_path) as link:
+        page.open(link)
+        page.page.get_by_role("button", name="run", exact=True).focus()
+        page.page.keyboard.press("Enter")
+        assert page.page.evaluate("document.activeElement.textContent") == "run ↑"
+        page.page.get_by_role("link", name="b", exact=True).focus()
+        page.page.evaluate("document.activeElement.isSame = true")
+        look_again(page, "/api/runs")
+        assert page.page.evaluate("document.activeElement.isSame") is True
+        runs[1].write_steps(1)
+        look_again(page, "/api/runs")
+        assert page.page.locator("tbody tr td:nth-child(6)").all_inner_texts() == ["2", "3"]
+        assert page.page.evaluate("[document.activeElement.textContent, document.activeElement.isSame]") == ["b", None]
+        page.leave()
+
+
+def test_what_is_typed_into_a_view_stays_while_its_run_goes_on(tmp_path: Path, page: Watched) -> None:
+    run = MadeRun(folder=tmp_path / "live")
+    run.write_steps(3)
+    run.write_trace(joined=False)
+    owner = {"pid": os.getpid(), "host": socket.gethostname(), "kernel": "", "started_at": ""}
+    (run.folder / "owner.json").write_bytes(msgspec.json.encode(owner))
+    step = "document.querySelector('input[aria-label=Step]').value"
+    page.page.clock.install()
+    with dashboard(run.folder) as link:
+        page.open(f"{link}#/run/live/groups")
+        page.page.get_by_label("Search texts and tasks").focus()
+        page.page.keyboard.type("piper")
+        run.write_steps(1)
+        look_again(page, "/api/runs/live")
+        assert page.page.get_by_label("Search texts and tasks").input_value() == "piper"
+        assert page.page.evaluate(step) == "3"
+        page.page.keyboard.press("Enter")
+        page.until("location.hash.includes('text=piper')")
+        look_again(page, "/api/runs/live")
+        page.until(f"{step} === '4'")
+        focused = "document.activeElement.getAttribute('aria-label')"
+        assert page.page.evaluate(focused) == "Search texts and tasks"
+        page.open(f"{link}#/run/live/phases")
+        page.page.get_by_label("Step", exact=True).focus()
+        page.page.keyboard.press("Control+A")
+        page.page.keyboard.type("2")
+        look_again(page, "/api/runs/live/waterfall")
+        assert page.page.evaluate(f"[{step}, {focused}]") == ["2", "Step"]
+        page.page.keyboard.press("Enter")
+        page.until("location.hash.includes('step=2')")
+        assert page.page.evaluate(focused) == "Step"
+        page.leave()
+
+
 def test_tokens_of_an_export_alone_stand_in_their_places(tmp_path: Path, page: Watched) -> None:
     run = MadeRun(folder=tmp_path / "run")
     run.write_steps(3)

@@ -15,8 +15,21 @@ export function h(tag, properties, ...children) {
   return element;
 }
 
+const keyOf = (element) => element.dataset.key ?? element.getAttribute("aria-label");
+
+/** Draws anew. What had the focus has it again: what has the same `data-key`, or else label. */
 export function replace(parent, ...children) {
+  const focused = parent.contains(document.activeElement) ? keyOf(document.activeElement) : null;
   parent.replaceChildren(...children.flat(Infinity).filter(Boolean));
+  if (focused) [...parent.querySelectorAll("[data-key], [aria-label]")].find((one) => keyOf(one) === focused)?.focus({ preventScroll: true });
+}
+
+/** Tells whether somebody types into a field of it, so that what stands there is not taken yet. */
+export function typing(target) {
+  let is = false;
+  target.addEventListener("input", () => { is = true; });
+  for (const end of ["change", "focusout"]) target.addEventListener(end, () => { is = false; });
+  return () => is;
 }
 
 // Controls, escapes of terminals, marks that turn the direction of what follows, lone surrogates.

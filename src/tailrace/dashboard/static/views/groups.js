@@ -1,7 +1,7 @@
 // A step's groups as strips of rewards: what can be learnt from, what teaches nothing, what failed.
 import { ofRun } from "../api.js";
 import { outcomeText } from "../conversation.js";
-import { alpha, color, h, replace, showTip, visible } from "../dom.js";
+import { alpha, color, h, replace, showTip, typing, visible } from "../dom.js";
 import { compact, fixed, isNumber } from "../format.js";
 import { changesSince, groupsOf, histogram, passes, SORTS } from "../grouping.js";
 import { amend, go, to } from "../places.js";
@@ -19,7 +19,7 @@ export async function show(target, context) {
   const filter = { text: parameters.text, environment: parameters.environment, outcome: parameters.outcome, reward: parameters.reward, length: parameters.length };
   const state = { run, kind, step, rollouts: found.rollouts, groups: groupsOf(found.rollouts), filter, sort: parameters.sort in SORTS ? parameters.sort : "file", since: parameters.since, holds: null };
 
-  const list = h("div", { class: "strips" });
+  const list = h("div", { class: "strips" }), isTyped = typing(target);
   const bins = h("div", { class: "histogram", role: "group", "aria-label": "Rewards of the step" });
   const about = h("div", { class: "small soft" });
   const axis = h("div", { class: "axis" });
@@ -77,7 +77,7 @@ export async function show(target, context) {
   if (state.sort === "change") await compare();
   draw();
   if (detail.row.state === "running" && parameters.step === undefined && kind === "step") {
-    context.every(2, async () => { const fresh = await ofRun(run, "", {}, alive); if (fresh.steps.at(-1) !== step && !alive.aborted) dispatchEvent(new CustomEvent("again")); });
+    context.every(2, async () => { const fresh = await ofRun(run, "", {}, alive); if (fresh.steps.at(-1) !== step && !alive.aborted && !isTyped()) dispatchEvent(new CustomEvent("again")); });
   }
 }
 

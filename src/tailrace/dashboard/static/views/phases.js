@@ -1,6 +1,6 @@
 // A step's phases as a waterfall: who worked when, and what everybody waited for.
 import { ofRun, Failed } from "../api.js";
-import { color, h, isOurs, replace, showTip } from "../dom.js";
+import { color, h, isOurs, replace, showTip, typing } from "../dom.js";
 import { seconds } from "../format.js";
 import { amend } from "../places.js";
 
@@ -9,7 +9,7 @@ const COLORS = { train: "s0", gradients: "s4", optimizer: "s6", publish: "s3", f
 
 export async function show(target, context) {
   const { run, parameters, alive } = context;
-  const place = h("div", {});
+  const place = h("div", {}), isTyped = typing(target);
   let found = null, chosen = parameters.step; // without one, the newest
   const load = async (step) => {
     let answer;
@@ -21,7 +21,7 @@ export async function show(target, context) {
       replace(place, h("div", { class: "panel empty" }, error.message));
       return;
     }
-    if (chosen !== step) return; // another one was chosen meanwhile
+    if (chosen !== step || (step === undefined && isTyped())) return; // another one was chosen meanwhile, or is about to be
     found = answer;
     if (step !== undefined) amend({ step: found.step });
     draw(place, found, (to) => load(to));

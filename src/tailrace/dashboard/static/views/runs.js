@@ -75,15 +75,14 @@ function drawTable(target, state, choose) {
   if (by) rows = [...rows].sort((a, b) => (by(a) < by(b) ? -1 : by(a) > by(b) ? 1 : 0) * (backwards ? -1 : 1));
   const tags = state.runs.some((run) => run.tags.length);
   const heading = ([name, , kind]) => h("th", { class: kind, scope: "col", "aria-sort": sortName === name ? (backwards ? "descending" : "ascending") : null },
-    h("button", { onclick: () => { state.sort = sortName === name && !backwards ? `-${name}` : name; amend({ sort: state.sort }); drawTable(target, state, choose); } }, name, sortName === name ? (backwards ? " ↓" : " ↑") : ""));
+    h("button", { "data-key": `sort ${name}`, onclick: () => { state.sort = sortName === name && !backwards ? `-${name}` : name; amend({ sort: state.sort }); drawTable(target, state, choose); } }, name, sortName === name ? (backwards ? " ↓" : " ↑") : ""));
   const chosen = [...state.chosen];
-  const keep = document.activeElement?.closest?.("[data-run]")?.dataset.run;
-  replace(target, h("table", {}, h("thead", {}, h("tr", {}, h("th", { "aria-label": "Chosen" }), all.map(heading), tags && h("th", {}, "tags"))),
+  const made = h("div", {}, h("table", {}, h("thead", {}, h("tr", {}, h("th", { "aria-label": "Chosen" }), all.map(heading), tags && h("th", {}, "tags"))),
     h("tbody", {}, rows.map((run) => {
       const place = chosen.indexOf(run.id);
       return h("tr", {},
-        h("td", {}, h("input", { type: "checkbox", "data-run": run.id, checked: place >= 0, "aria-label": `Show the curve of ${run.id}`, onchange: (event) => choose(run.id, event.target.checked) })),
-        h("td", {}, place >= 0 && h("i", { class: "swatch", style: { background: seriesColor(place), marginRight: "6px" } }), h("a", { href: to(run.id, "curves") }, run.id)),
+        h("td", {}, h("input", { type: "checkbox", checked: place >= 0, "aria-label": `Show the curve of ${run.id}`, onchange: (event) => choose(run.id, event.target.checked) })),
+        h("td", {}, place >= 0 && h("i", { class: "swatch", style: { background: seriesColor(place), marginRight: "6px" } }), h("a", { "data-key": `open ${run.id}`, href: to(run.id, "curves") }, run.id)),
         h("td", { title: run.reason }, stateBadge(run.state)),
         h("td", { class: "num" }, fixed(run.reward), isNumber(run.reward_first) && h("span", { class: "faint small" }, ` from ${fixed(run.reward_first, 2)}`)),
         h("td", { class: "num" }, fixed(run.held_out)),
@@ -94,7 +93,7 @@ function drawTable(target, state, choose) {
         varying.map((name) => h("td", {}, run.differing[name] === undefined ? "" : String(run.differing[name]))),
         tags && h("td", {}, run.tags.map((tag) => h("span", { class: "badge" }, tag))));
     }))), rows.length === 0 && h("div", { class: "empty" }, "No run fits the filter."));
-  if (keep) target.querySelector(`[data-run="${CSS.escape(keep)}"]`)?.focus();
+  if (!target.firstChild?.isEqualNode(made)) replace(target, made);
 }
 
 async function drawChart(chart, state, alive) {
