@@ -524,6 +524,30 @@ def test_a_step_that_was_chosen_stays_while_its_run_goes_on(tmp_path: Path, page
         page.leave()
 
 
+@pytest.mark.parametrize("view", ["curves", "groups", "phases"])
+def test_an_open_page_notices_that_its_run_is_resumed(tmp_path: Path, page: Watched, view: str) -> None:
+    run = MadeRun(folder=tmp_path / "run", steps=50)
+    run.write_steps(3)
+    run.write_trace(joined=False)
+    run.finish()
+    page.page.clock.install()
+    with dashboard(run.folder) as link:
+        page.open(f"{link}#/run/run/{view}")
+        assert page.page.evaluate("document.querySelector('#state').textContent") == "finished"
+        owner = {"pid": os.getpid(), "host": socket.gethostname(), "kernel": "", "started_at": ""}
+        (run.folder / "owner.json").write_bytes(msgspec.json.encode(owner))
+        page.page.clock.run_for(21_000)
+        page.until("document.querySelector('#state').textContent === 'running'")
+        run.write_steps(1)
+        run.write_trace(joined=False)
+        page.page.clock.run_for(2_500)
+        if view == "curves":
+            page.until("[...document.querySelectorAll('.tile')].some(one => one.textContent.startsWith('Steps4'))")
+        else:
+            page.until("document.querySelector('.view input[aria-label=Step]').value === '4'")
+        page.leave()
+
+
 def look_again(page: Watched, path: str, seconds: float = 2.5) -> None:
     """Let an open page ask what is new, twice: by the second answer it has drawn the first."""
     for _ in range(2):

@@ -66,6 +66,9 @@ export function isOurs(event) {
 
 const BADGES = { running: "live", finished: "good", failed: "bad", crashed: "bad", cancelled: "warn" };
 
+/** Whether more may come: of another library's files nobody says that it won't. */
+export const isLive = (state) => state === "running" || state === "read";
+
 export const stateClass = (state) => BADGES[state] ?? "";
 
 export const stateBadge = (state) => h("span", { class: `badge ${stateClass(state)}` }, state);

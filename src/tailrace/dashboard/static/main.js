@@ -1,6 +1,6 @@
 // The frame around the views: which one is shown, its tabs, the colours, the keys.
 import { getRuns, ofRun, every } from "./api.js";
-import { h, isOurs, replace, showTip, stateBadge } from "./dom.js";
+import { h, isLive, isOurs, replace, showTip, stateBadge } from "./dom.js";
 import { here, to, go } from "./places.js";
 
 const VIEWS = {
@@ -18,6 +18,8 @@ const VIEWS = {
 };
 const TABS = [["curves", "Curves"], ["groups", "Groups"], ["schedule", "Schedule"], ["phases", "Phases"], ["events", "Events"], ["settings", "Settings"], ["chat", "Try it"]];
 const ABOVE = { group: "groups", rollout: "groups", tokens: "groups" };
+
+const LIVE_S = 2, QUIET_S = 20;
 
 let leaving = new AbortController();
 
@@ -67,14 +69,19 @@ async function show() {
     if (!load) throw new Error(`there is no view ${place.view}`);
     const [module, detail] = await Promise.all([load(), place.run === undefined ? null : ofRun(place.run, "", {}, alive)]);
     if (alive.aborted) return;
-    if (detail) replace(document.getElementById("state"), stateBadge(detail.row.state));
-    const context = { run: place.run, detail, parameters: place.parameters, alive, every: (seconds, call) => every(seconds, alive, call) };
+    const note = h("p", { class: "soft small", style: { overflowWrap: "anywhere" } });
+    if (detail) tell(detail, note);
+    const context = { run: place.run, detail, parameters: place.parameters, alive, every: (seconds, call) => every(seconds, alive, call), whileLive: (seconds, call) => whileLive(seconds, detail, alive, call) };
     await module.show(target, context);
     if (alive.aborted) return;
-    replace(main, detail?.note && h("p", { class: "soft small", style: { overflowWrap: "anywhere" } }, detail.note), target);
+    replace(main, detail && note, target);
     module.shown?.(target, context);
     target.dataset.ready = "yes";
-    if (detail) every(2, alive, () => follow(place, detail, alive));
+    if (detail) {
+      const follow = async (live) => { if (isLive(detail.row.state) === live) await ask(place, detail, note, alive); };
+      every(LIVE_S, alive, () => follow(true));
+      every(QUIET_S, alive, () => follow(false)); // it may be resumed
+    }
   } catch (error) {
     if (error.name === "AbortError" || alive.aborted) return;
     replace(main, h("div", { class: "error", role: "alert" }, error.message), h("a", { href: to() }, "All runs"));
@@ -82,12 +89,26 @@ async function show() {
   }
 }
 
-async function follow(place, detail, alive) {
-  if (detail.row.state !== "running") return;
-  const fresh = await ofRun(place.run, "", {}, alive);
-  Object.assign(detail, fresh);
-  replace(document.getElementById("state"), stateBadge(fresh.row.state));
+async function ask(place, detail, note, alive) {
+  Object.assign(detail, await ofRun(place.run, "", {}, alive));
+  tell(detail, note);
   document.dispatchEvent(new CustomEvent("run", { detail }));
+}
+
+function tell(detail, note) {
+  replace(document.getElementById("state"), stateBadge(detail.row.state));
+  note.textContent = detail.note;
+  note.hidden = !detail.note;
+}
+
+/** Calls again and again while the run goes on, and once after its end. */
+function whileLive(seconds, detail, alive, call) {
+  let was = isLive(detail.row.state);
+  every(seconds, alive, async () => {
+    const is = isLive(detail.row.state);
+    if (is || was) await call();
+    was = is;
+  });
 }
 
 let before = "";

@@ -12,6 +12,7 @@ export async function show(target, context) {
   const names = Object.keys(detail.chats);
   if (!names.length) {
     target.append(howTo(context));
+    document.addEventListener("run", () => { if (Object.keys(detail.chats).length) dispatchEvent(new CustomEvent("again")); }, { signal: alive });
     return;
   }
   const messages = [], log = h("div", {});

@@ -40,13 +40,11 @@ export async function show(target, context) {
   target.append(tiles, advisory, controls, charts);
   context.draw = draw;
   alive.addEventListener("abort", () => state.charts.forEach((chart) => chart.destroy()));
-  if (context.detail.row.state === "running") {
-    context.every(1, async () => {
-      if (!(await store.update(alive))) return;
-      draw();
-      drawAdvice(advisory, await ofRun(run, "advice", {}, alive));
-    });
-  }
+  context.whileLive(1, async () => {
+    if (!(await store.update(alive))) return;
+    draw();
+    drawAdvice(advisory, await ofRun(run, "advice", {}, alive));
+  });
   document.addEventListener("run", () => drawTiles(tiles, store, context.detail), { signal: alive });
 }
 

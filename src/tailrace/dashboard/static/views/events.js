@@ -6,7 +6,7 @@ const CLASSES = { warning: "warn", error: "bad", StepSkipped: "warn", StopReques
 const classOf = ({ kind, status }) => (kind === "TrainerEnded" ? stateClass(status) : CLASSES[kind] ?? "");
 
 export async function show(target, context) {
-  const { run, alive, detail } = context;
+  const { run, alive } = context;
   const body = h("tbody", {});
   const draw = (events) => replace(body, events.map((event) => h("tr", {},
     h("td", { class: "soft small" }, event.at || (event.step !== null ? `step ${event.step}` : "")), h("td", {}, h("span", { class: `badge ${classOf(event)}` }, event.kind)),
@@ -14,5 +14,5 @@ export async function show(target, context) {
     events.length === 0 && h("tr", {}, h("td", {}, h("span", { class: "soft" }, "Nothing was logged yet."))));
   draw(await ofRun(run, "events", {}, alive));
   target.append(h("div", { class: "panel scroll" }, h("table", {}, h("thead", {}, h("tr", {}, ["when", "what", "who", ""].map((name) => h("th", {}, name)))), body)));
-  if (detail.row.state === "running") context.every(2, async () => draw(await ofRun(run, "events", {}, alive)));
+  context.whileLive(2, async () => draw(await ofRun(run, "events", {}, alive)));
 }

@@ -11,7 +11,7 @@ export async function show(target, context) {
   const { run, detail, parameters, alive } = context;
   if (!detail.steps.length && !detail.evaluations.length) {
     target.append(h("div", { class: "panel empty" }, detail.row.state === "running" ? "No step has ended yet: its groups appear here." : "This run has no rollouts (observability.rollouts_every_steps is 0, or none ended)."));
-    context.every(2, async () => { if ((await ofRun(run, "", {}, alive)).steps.length) location.reload(); });
+    document.addEventListener("run", () => { if (detail.steps.length || detail.evaluations.length) again(); }, { signal: alive });
     return;
   }
   const { kind, step } = chosenStep(detail, parameters);
@@ -76,10 +76,12 @@ export async function show(target, context) {
   if (filter.text) await search();
   if (state.sort === "change") await compare();
   draw();
-  if (detail.row.state === "running" && parameters.step === undefined && kind === "step") {
-    context.every(2, async () => { const fresh = await ofRun(run, "", {}, alive); if (fresh.steps.at(-1) !== step && !alive.aborted && !isTyped()) dispatchEvent(new CustomEvent("again")); });
+  if (parameters.step === undefined && kind === "step") {
+    document.addEventListener("run", () => { if (detail.steps.at(-1) !== step && !isTyped()) again(); }, { signal: alive });
   }
 }
+
+const again = () => dispatchEvent(new CustomEvent("again"));
 
 function rewardColor(reward, low, high) {
   const share = high > low ? (reward - low) / (high - low) : 0.5;

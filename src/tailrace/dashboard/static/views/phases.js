@@ -34,7 +34,7 @@ export async function show(target, context) {
     const next = event.key === "[" ? found.steps[at - 1] : event.key === "]" ? found.steps[at + 1] : undefined;
     if (next !== undefined) load(next);
   }, { signal: alive });
-  if (context.detail.row.state === "running") context.every(2, async () => { if (chosen === undefined) await load(undefined); });
+  context.whileLive(2, async () => { if (chosen === undefined) await load(undefined); });
 }
 
 function draw(target, found, load) {

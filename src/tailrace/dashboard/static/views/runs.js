@@ -2,7 +2,7 @@
 import { getRuns } from "../api.js";
 import { AXES, Chart, seriesColor, smoothed } from "../charts.js";
 import { CurveStore } from "../curve_store.js";
-import { h, replace, stateBadge } from "../dom.js";
+import { h, isLive, replace, stateBadge } from "../dom.js";
 import { ago, clock, compact, fixed, isNumber } from "../format.js";
 import { amend, to } from "../places.js";
 
@@ -48,7 +48,7 @@ export async function show(target, context) {
     const found = await getRuns(alive);
     if (!about.runs.length && found.runs.length) { location.reload(); return; }
     take(found);
-    if (found.runs.some((run) => run.state === "running" && state.chosen.has(run.id))) await drawChart(chart, state, alive);
+    if (found.runs.some((run) => isLive(run.state) && state.chosen.has(run.id))) await drawChart(chart, state, alive);
   });
 }
 
@@ -102,7 +102,7 @@ async function drawChart(chart, state, alive) {
     const known = state.stores.get(id);
     const store = known?.names.includes(state.metric) ? known : new CurveStore(id, [state.metric, "rollout/generated_tokens"]);
     const run = state.runs.find((one) => one.id === id);
-    if (store.count === 0 || run.state === "running") await store.update(alive).catch(() => {});
+    if (store.count === 0 || isLive(run.state)) await store.update(alive).catch(() => {});
     state.stores.set(id, store);
   }));
   if (alive.aborted) return;

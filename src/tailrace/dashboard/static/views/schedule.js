@@ -55,14 +55,12 @@ export async function show(target, context) {
   const resizing = new ResizeObserver(draw);
   resizing.observe(canvas.parentElement);
   alive.addEventListener("abort", () => { resizing.disconnect(); clearTimeout(timer); });
-  if (context.detail.row.state === "running") {
-    context.every(2, async () => {
-      const follows = state.to === null || state.to >= state.found.length_s - 0.5;
-      if (state.from !== null && !follows) return;
-      if (state.to !== null) { const wide = state.to - state.from; const newest = await ofRun(run, "schedule", {}, alive); state.from = Math.max(0, newest.length_s - wide); state.to = newest.length_s; }
-      await load();
-    });
-  }
+  context.whileLive(2, async () => {
+    const follows = state.to === null || state.to >= state.found.length_s - 0.5;
+    if (state.from !== null && !follows) return;
+    if (state.to !== null) { const wide = state.to - state.from; const newest = await ofRun(run, "schedule", {}, alive); state.from = Math.max(0, newest.length_s - wide); state.to = newest.length_s; }
+    await load();
+  });
 }
 
 export const shown = (_target, context) => context.draw?.();
