@@ -320,8 +320,8 @@ def waiting_in(trace: TraceSpans, recorded: Collection[str], steps: Collection[i
     """Rollouts that were seen and are in no step's file: what each waits for, the longest first.
 
     A rollout's own span is written when it ends, so that those in flight are known by their requests; where an agent
-    worker did not live to write it, the orchestrator's tells of its end. `recorded` are those of the newest files, which
-    hold all of these `steps`.
+    worker did not live to write it, the orchestrator's tells of its end. `recorded` are those of the newest files,
+    which hold all of these `steps`.
     """
     end = trace.bounds()[1]
     spans = trace.named("rollout", "wait_for_worker")
