@@ -25,6 +25,7 @@ from tailrace.scheduling import (
     TaskStream,
 )
 from tailrace.scheduling.mix import MAX_TASKS_PER_TRAINED, UNTRAINABLE_AFTER, MixState
+from tailrace.simulation.virtual_time import run_in_virtual_time
 from tests.scheduling.world import FAILURES, Recorder, ScriptedRunner, World, environment, make_rollout
 
 
@@ -173,7 +174,7 @@ class MixedRunner(ScriptedRunner):
         number = self.numbers[task.environment]
         self.numbers[task.environment] += 1
         for _ in range(40 if task.environment == "slow" else 1):
-            await asyncio.sleep(0)
+            await asyncio.sleep(self.pause_s)
         fate = self.fates[task.environment](number)
         if isinstance(fate, str):
             raise FAILURES[fate]("scripted")
@@ -255,11 +256,16 @@ async def test_an_environment_without_anything_trainable_leaves_the_others_their
     assert tasks.environments["hopeless"].untrainable_tasks > 0
 
 
-async def test_a_run_of_nothing_but_hopeless_environments_ends_with_the_reason() -> None:
-    world, _ = mixed_world({"hopeless": lambda number: 1.0, "broken": lambda number: "timeout"})
-    with pytest.raises(ExceptionGroup) as caught:
-        await world.run()
-    assert caught.group_contains(TrainingError, match="zero_spread", depth=None)
+def test_a_run_of_nothing_but_hopeless_environments_ends_with_the_reason() -> None:
+    async def run() -> None:
+        world, _ = mixed_world({"hopeless": lambda number: 1.0, "broken": lambda number: "timeout"})
+        world.runner.pause_s = 1.0
+        with pytest.raises(ExceptionGroup) as caught:
+            await world.run()
+        says = r"environment 'broken' has failed for 3\d\d s .* all rewards are 1: .* filtered: \d+ zero_spread"
+        assert caught.group_contains(TrainingError, match=says, depth=None)
+
+    run_in_virtual_time(run())
 
 
 async def test_group_sizes_may_differ_between_environments() -> None:
