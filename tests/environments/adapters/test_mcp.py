@@ -113,7 +113,8 @@ class Front:
             else:
                 kind = b"application/json"
                 text = json.dumps({"jsonrpc": "2.0", "id": json.loads(body).get("id"), "error": said})
-            await send({"type": "http.response.start", "status": status, "headers": [(b"content-type", kind)]})
+            headers = [(b"content-type", kind), *([(b"location", b"http://127.0.0.2/")] if status == 307 else [])]
+            await send({"type": "http.response.start", "status": status, "headers": headers})
             await send({"type": "http.response.body", "body": text.encode()})
 
         return asked
@@ -159,6 +160,11 @@ async def test_a_server_behind_a_url_answers() -> None:
         ((202, ""), EnvironmentFailed, "did not answer a call of shout: .*202"),
         ((400, {"code": -32602, "message": "no such word"}), ToolError, "^no such word$"),
         ((200, {"code": -32603, "message": "out of breath"}), ToolError, "^out of breath$"),
+        ((200, {"code": -32600, "message": "no such word"}), ToolError, "^no such word$"),
+        ((200, {"code": -32000, "message": "no such word"}), ToolError, "^no such word$"),
+        ((200, {"code": -32700, "message": "no such word"}), ToolError, "^no such word$"),
+        ((200, {"code": "none"}), EnvironmentFailed, "did not answer a call of shout: Failed to parse"),
+        ((307, ""), EnvironmentFailed, "did not answer a call of shout: Redirect to"),
     ],
 )
 async def test_of_a_server_behind_a_url_only_what_it_answers_is_for_the_policy(

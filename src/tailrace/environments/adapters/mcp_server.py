@@ -41,6 +41,15 @@ _HTTP_READ_S = 300.0
 """For a stream of events, which may be silent."""
 _CLOSE_S = 5.0
 """That closing a connection may take before its task is cancelled."""
+_CLIENT_SAYS = (
+    "Connection closed",
+    "SSE stream ",
+    "Failed to parse ",
+    "Redirect to ",
+    "Unexpected content type: ",
+    "server answered a request with 202",
+)
+"""How errors begin that the package's client makes of what HTTP fails with, under codes that servers use as well."""
 
 
 @dataclass(frozen=True)
@@ -338,7 +347,8 @@ def _is_answer(error: MCPError, refusals: Sequence[int]) -> bool:
 
     if error.code == INVALID_PARAMS:  # the client never says that, and servers do with status 400
         return True
-    return not refusals and error.code not in (CONNECTION_CLOSED, INVALID_REQUEST, PARSE_ERROR)
+    is_of_client = error.code in (CONNECTION_CLOSED, INVALID_REQUEST, PARSE_ERROR)
+    return not refusals and not (is_of_client and error.message.startswith(_CLIENT_SAYS))
 
 
 def _said(error: BaseException) -> str:
