@@ -93,10 +93,16 @@ async def test_a_published_server_runs_as_it_is(renderer: ChatRenderer) -> None:
 
 
 class Front:
-    """Stands before a server. Answers each message itself while it is told to, with a status and an error or a text."""
+    """Stands before a server. Answers each message itself while it is told to, with a status and an error or a text.
+
+    That is what it was told when the message came; `may_answer` of that time holds it back.
+    """
 
     def __init__(self) -> None:
         self.answer: tuple[int, dict[str, Json] | str] | None = None
+        self.may_answer = asyncio.Event()
+        self.may_answer.set()
+        self.was_asked = asyncio.Event()
 
     def before(self, app: Any) -> Any:
         async def asked(scope: Any, receive: Any, send: Any) -> None:
@@ -107,7 +113,9 @@ class Front:
             while more:
                 event = await receive()
                 body, more = body + event["body"], event["more_body"]
-            status, said = self.answer
+            (status, said), may_answer = self.answer, self.may_answer
+            self.was_asked.set()
+            await may_answer.wait()
             if isinstance(said, str):
                 kind, text = b"text/html", said
             else:
@@ -178,6 +186,24 @@ async def test_of_a_server_behind_a_url_only_what_it_answers_is_for_the_policy(
                 await tools.functions["shout"](word="hush")
             front.answer = None
         assert told(await ask(server)) == "HUSH"
+        await server.close()
+
+
+async def test_a_call_that_is_refused_costs_its_own_rollout_and_no_call_beside_it() -> None:
+    async with served(front := Front()) as url:
+        server = McpServer(url=url, shared=True)
+        async with server.tools() as tools:
+            front.answer, front.may_answer = (200, {"code": -32603, "message": "out of breath"}), asyncio.Event()
+            beside, may_answer = asyncio.create_task(tools.functions["shout"](word="hush")), front.may_answer
+            await front.was_asked.wait()
+            front.answer, front.may_answer = (503, "<html>"), asyncio.Event()
+            front.may_answer.set()
+            with pytest.raises(EnvironmentFailed, match="HTTP 503"):
+                await tools.functions["shout"](word="hush")
+            may_answer.set()
+            with pytest.raises(ToolError, match=r"^out of breath$"):
+                await beside
+            front.answer = None
         await server.close()
 
 

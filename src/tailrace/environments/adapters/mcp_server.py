@@ -19,6 +19,7 @@ import shutil
 from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -50,6 +51,8 @@ _CLIENT_SAYS = (
     "server answered a request with 202",
 )
 """How errors begin that the package's client makes of what HTTP fails with, under codes that servers use as well."""
+_refusals: ContextVar[list[int] | None] = ContextVar("refusals", default=None)
+"""Statuses with which messages of the call under way were refused: the client sends them in the call's context."""
 
 
 @dataclass(frozen=True)
@@ -157,8 +160,6 @@ class _Connection:
         self._listed: asyncio.Future[list[ToolSpec]] = asyncio.get_running_loop().create_future()
         self._is_doubtful = False
         """A call met no answer, or garbage: those who use it may go on, and no other rollout is given it."""
-        self._refusals: list[int] = []
-        """Statuses with which messages to a server by URL were refused."""
         self._holder = asyncio.create_task(self._hold())
 
     @classmethod
@@ -222,13 +223,9 @@ class _Connection:
 
         limits = httpx2.Timeout(server.start_timeout_s, read=max(server.call_timeout_s, _HTTP_READ_S))
         async with httpx2.AsyncClient(
-            headers=dict(server.headers), timeout=limits, event_hooks={"response": [self._hear]}
+            headers=dict(server.headers), timeout=limits, event_hooks={"response": [_note_refusal]}
         ) as client:
             yield streamable_http_client(server.url, http_client=client)
-
-    async def _hear(self, response: httpx2.Response) -> None:
-        if response.request.method == "POST" and response.is_error:
-            self._refusals.append(response.status_code)
 
     async def _list(self, client: Client) -> list[ToolSpec]:
         found: dict[str, ToolSpec] = {}
@@ -255,7 +252,8 @@ class _Connection:
         from mcp import MCPError
 
         assert self._client is not None  # tools are listed by a client
-        limit_s, num_refused = self.server.call_timeout_s, len(self._refusals)
+        limit_s, refusals = self.server.call_timeout_s, list[int]()
+        context = _refusals.set(refusals)
         try:
             async with asyncio.timeout(limit_s):
                 result = await self._client.call_tool(name, arguments)
@@ -267,7 +265,6 @@ class _Connection:
                 if self._transport is not None:
                     await self._transport.said_all()
                 raise self._failed(f"was lost in a call of {name}") from error
-            refusals = self._refusals[num_refused:]  # perhaps of a call beside this one: it fails as well, then
             if self.server.url is not None and not _is_answer(error, refusals):
                 self._is_doubtful = True
                 said = ": ".join([*(f"HTTP {status}" for status in refusals[-1:]), error.message])
@@ -276,6 +273,8 @@ class _Connection:
         except Exception as error:
             self._is_doubtful = True
             raise self._failed(f"failed in a call of {name}: {_said(error)}") from error
+        finally:
+            _refusals.reset(context)
         content = self._text(name, result)
         if result.is_error:
             raise ToolError(content)
@@ -339,6 +338,12 @@ class _SharedConnection:
     async def close(self) -> None:
         if self._loop is asyncio.get_running_loop() and self._connection is not None:
             await self._connection.close()
+
+
+async def _note_refusal(response: httpx2.Response) -> None:
+    refusals = _refusals.get()
+    if refusals is not None and response.request.method == "POST" and response.is_error:
+        refusals.append(response.status_code)
 
 
 def _is_answer(error: MCPError, refusals: Sequence[int]) -> bool:
