@@ -7,8 +7,9 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 import pytest
@@ -31,7 +32,7 @@ from tests.support import openenv_servers as fakes
 from tests.support.installed_openenv import installed_openenv
 from tests.support.scripted_policy import Said, ScriptedPolicy, calls
 
-pytest.importorskip("websockets")
+websockets_client = pytest.importorskip("websockets.asyncio.client")
 
 
 async def rollout(spec: EnvironmentSpec, *replies: str | Said, index: int = 0) -> tuple[AgentResult, ScriptedPolicy]:
@@ -258,23 +259,42 @@ _HANGING_APP = """
 import json, time
 from pathlib import Path
 
-async def app(scope, receive, send):
-    assert scope["type"] == "http"
-    if scope["path"] == "/step" and not Path("hung").exists():
+def observed(kind):
+    if kind == "step" and not Path("hung").exists():
         Path("hung").touch()
         time.sleep(600)
-    await send({"type": "http.response.start", "status": 200, "headers": []})
-    await send({"type": "http.response.body", "body": json.dumps({"observation": "hi"}).encode()})
+    return {"observation": "hi"}
+
+async def app(scope, receive, send):
+    if scope["type"] == "http":
+        text = json.dumps(observed(scope["path"][1:]))
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": text.encode()})
+    elif scope["type"] == "websocket":
+        await send({"type": "websocket.accept"})
+        while (event := await receive())["type"] != "websocket.disconnect":
+            if event["type"] == "websocket.receive":
+                answer = {"type": "observation", "data": observed(json.loads(event["text"])["type"])}
+                await send({"type": "websocket.send", "text": json.dumps(answer)})
 """
 
 
-async def test_a_server_that_was_started_here_and_hangs_is_replaced(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("transport", "says"),
+    [("http", "cannot be asked: ReadTimeout"), ("websocket", "did not answer a step within 2 s")],
+)
+async def test_a_server_that_was_started_here_and_hangs_is_replaced(
+    transport: Literal["http", "websocket"], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = {"ping_interval": 0.1, "ping_timeout": 0.1, "close_timeout": 0.1}  # 20, 20 and 10 otherwise
+    impatient = partial(websockets_client.connect, **seconds)
+    monkeypatch.setattr(websockets_client, "connect", impatient)
     (tmp_path / "hanging_env" / "server").mkdir(parents=True)
     (tmp_path / "hanging_env" / "server" / "app.py").write_text(_HANGING_APP)
-    server = OpenEnvServer(package="hanging_env", cwd=str(tmp_path), transport="http", step_timeout_s=2)
+    server = OpenEnvServer(package="hanging_env", cwd=str(tmp_path), transport=transport, step_timeout_s=2)
     try:
         async with server.session({"seed": 1}) as (session, _):
-            with pytest.raises(EnvironmentFailed, match="cannot be asked: ReadTimeout"):
+            with pytest.raises(EnvironmentFailed, match=says):
                 await session.step({})
         assert not _servers_of("hanging_env")
         async with server.session({"seed": 1}) as (session, _):

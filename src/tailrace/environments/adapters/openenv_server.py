@@ -207,6 +207,7 @@ class _Running:
                     connect(
                         _with_scheme(base, "ws") + "/ws",
                         open_timeout=self._server.start_timeout_s,
+                        ping_timeout=None,  # a server may be busy for the whole of step_timeout_s
                         max_size=_MAX_MESSAGE_BYTES,
                         additional_headers=dict(self._server.headers),
                         proxy=None if _is_here(base) else True,
