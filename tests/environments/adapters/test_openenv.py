@@ -24,6 +24,7 @@ from tailrace.environments import (
     load_environment,
     openenv_environment,
 )
+from tailrace.environments.adapters import openenv_server
 from tailrace.errors import EnvironmentFailed, SettingsError
 from tailrace.free_ports import free_port
 from tailrace.rollouts import ChatRenderer
@@ -260,9 +261,8 @@ import json, time
 from pathlib import Path
 
 def observed(kind):
-    if kind == "step" and not Path("hung").exists():
-        Path("hung").touch()
-        time.sleep(600)
+    if kind == "step" and Path("is_to_hang").exists():
+        time.sleep(float(Path("is_to_hang").read_text()))
     return {"observation": "hi"}
 
 async def app(scope, receive, send):
@@ -289,18 +289,39 @@ async def test_a_server_that_was_started_here_and_hangs_is_replaced(
     seconds = {"ping_interval": 0.1, "ping_timeout": 0.1, "close_timeout": 0.1}  # 20, 20 and 10 otherwise
     impatient = partial(websockets_client.connect, **seconds)
     monkeypatch.setattr(websockets_client, "connect", impatient)
-    (tmp_path / "hanging_env" / "server").mkdir(parents=True)
-    (tmp_path / "hanging_env" / "server" / "app.py").write_text(_HANGING_APP)
-    server = OpenEnvServer(package="hanging_env", cwd=str(tmp_path), transport=transport, step_timeout_s=2)
+    monkeypatch.setattr(openenv_server, "_HUNG_S", 1.0)
+    server = _hanging(tmp_path, for_s=600, transport=transport)
     try:
         async with server.session({"seed": 1}) as (session, _):
             with pytest.raises(EnvironmentFailed, match=says):
                 await session.step({})
         assert not _servers_of("hanging_env")
+        (tmp_path / "is_to_hang").unlink()
         async with server.session({"seed": 1}) as (session, _):
             assert await session.step({}) == {"observation": "hi"}
     finally:
         await server.close()
+
+
+async def test_a_server_that_is_busy_for_longer_than_a_step_may_take_keeps_its_sessions(tmp_path: Path) -> None:
+    server = _hanging(tmp_path, for_s=5, transport="http")
+    try:
+        async with server.session({"seed": 1}) as (session, _), server.session({"seed": 2}) as (beside, _):
+            (process,) = _servers_of("hanging_env")
+            with pytest.raises(EnvironmentFailed, match="cannot be asked: ReadTimeout"):
+                await session.step({})
+            (tmp_path / "is_to_hang").unlink()
+            assert await beside.step({}) == {"observation": "hi"}
+            assert _servers_of("hanging_env") == [process]
+    finally:
+        await server.close()
+
+
+def _hanging(folder: Path, *, for_s: float, transport: Literal["http", "websocket"]) -> OpenEnvServer:
+    (folder / "hanging_env" / "server").mkdir(parents=True)
+    (folder / "hanging_env" / "server" / "app.py").write_text(_HANGING_APP)
+    (folder / "is_to_hang").write_text(str(for_s))
+    return OpenEnvServer(package="hanging_env", cwd=str(folder), transport=transport, step_timeout_s=2)
 
 
 def _servers_of(package: str) -> list[psutil.Process]:

@@ -271,8 +271,8 @@ class _Running:
 
     async def end_if_hung(self) -> None:
         """Where it answers nothing at all; the next session starts another one."""
-        started, limit_s = self._started, min(_HUNG_S, self._server.step_timeout_s)
-        if started is not None and not await self._answers(started, limit_s) and started is self._started:
+        started = self._started
+        if started is not None and not await self._answers(started, _HUNG_S) and started is self._started:
             await self.close()
 
     async def close(self) -> None:
