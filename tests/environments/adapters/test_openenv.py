@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import httpx
 import psutil
 import pytest
 
@@ -313,6 +314,26 @@ async def test_a_server_that_is_busy_for_longer_than_a_step_may_take_keeps_its_s
             (tmp_path / "is_to_hang").unlink()
             assert await beside.step({}) == {"observation": "hi"}
             assert _servers_of("hanging_env") == [process]
+    finally:
+        await server.close()
+
+
+async def test_sessions_of_a_server_that_hangs_look_at_it_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[str] = []
+    get = httpx.AsyncClient.get
+
+    async def noted(self: httpx.AsyncClient, url: str, **more: Any) -> httpx.Response:
+        looked.append(url)
+        return await get(self, url, **more)
+
+    server = _hanging(tmp_path, for_s=600, transport="http")
+    try:
+        async with server.session({"seed": 1}) as (session, _), server.session({"seed": 2}) as (beside, _):
+            monkeypatch.setattr(httpx.AsyncClient, "get", noted)
+            monkeypatch.setattr(openenv_server, "_HUNG_S", 1.0)
+            failures = await asyncio.gather(session.step({}), beside.step({}), return_exceptions=True)
+        assert [type(one) for one in failures] == [EnvironmentFailed] * 2
+        assert looked == ["/health"]
     finally:
         await server.close()
 

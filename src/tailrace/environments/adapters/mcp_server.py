@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from tailrace.environments.adapters.shared_start import SharedStart
+from tailrace.environments.adapters.shared_attempt import SharedAttempt
 from tailrace.environments.tools import Tool
 from tailrace.errors import EnvironmentFailed, SettingsError, ToolError
 from tailrace.extras import import_extra
@@ -317,7 +317,7 @@ class _SharedConnection:
 
     async def acquire(self) -> _Connection:
         if self._loop is not asyncio.get_running_loop():  # what another one had, ended with it
-            self._loop, self._opening = asyncio.get_running_loop(), SharedStart(self._open)
+            self._loop, self._opening = asyncio.get_running_loop(), SharedAttempt(self._open)
             self._connection: _Connection | None = None
         connection = self._connection
         if connection is None or not connection.is_usable:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from urllib.parse import urlsplit, urlunsplit
 
 from tailrace.child_processes import kill_group
-from tailrace.environments.adapters.shared_start import SharedStart
+from tailrace.environments.adapters.shared_attempt import SharedAttempt
 from tailrace.errors import EnvironmentFailed, SettingsError
 from tailrace.extras import import_extra
 from tailrace.records import Json
@@ -154,7 +154,8 @@ class _Running:
         """Of the server, which is started first where it has to be."""
         if self._loop is not asyncio.get_running_loop():  # what another one had, ended with it
             self._loop, self._started, self._open = asyncio.get_running_loop(), None, 0
-            self._starting, self._left = SharedStart(self._start), asyncio.Event()
+            self._starting, self._looking = SharedAttempt(self._start), SharedAttempt(self._look)
+            self._left = asyncio.Event()
         if self._server.url is not None:
             return _with_scheme(self._server.url, "http")
         started = self._started
@@ -271,6 +272,10 @@ class _Running:
 
     async def end_if_hung(self) -> None:
         """Where it answers nothing at all; the next session starts another one."""
+        if self._started is not None:
+            await self._looking.result()
+
+    async def _look(self) -> None:
         started = self._started
         if started is not None and not await self._answers(started, _HUNG_S) and started is self._started:
             await self.close()

@@ -1,4 +1,4 @@
-"""The start of a server that several rollouts use: all that need it wait for the one attempt under way."""
+"""What several rollouts need done once, such as the start of a server: all wait for the one attempt under way."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any, Generic, TypeVar
 
-StartedT = TypeVar("StartedT")
+MadeT = TypeVar("MadeT")
 
 
-class SharedStart(Generic[StartedT]):
+class SharedAttempt(Generic[MadeT]):
     """Makes an attempt where somebody asks and none is under way. Belongs to one event loop."""
 
-    def __init__(self, start: Callable[[], Coroutine[Any, Any, StartedT]]) -> None:
-        self._start = start
-        self._attempt: asyncio.Task[StartedT] | None = None
+    def __init__(self, make: Callable[[], Coroutine[Any, Any, MadeT]]) -> None:
+        self._make = make
+        self._attempt: asyncio.Task[MadeT] | None = None
         self._waiting = 0
 
-    async def result(self) -> StartedT:
-        """What the start returns or raises: the same for all that wait for it. The last to leave cancels it."""
+    async def result(self) -> MadeT:
+        """What the attempt returns or raises: the same for all that wait for it. The last to leave cancels it."""
         if self._attempt is None:
-            self._attempt = asyncio.create_task(self._start())
+            self._attempt = asyncio.create_task(self._make())
         attempt = self._attempt
         self._waiting += 1
         try:
