@@ -18,7 +18,10 @@ class SharedAttempt(Generic[MadeT]):
         self._waiting = 0
 
     async def result(self) -> MadeT:
-        """What the attempt returns or raises: the same for all that wait for it. The last to leave cancels it."""
+        """What the attempt returns or raises: the same for all that ask until the last of them has it.
+
+        The last to leave cancels it.
+        """
         if self._attempt is None:
             self._attempt = asyncio.create_task(self._make())
         attempt = self._attempt
