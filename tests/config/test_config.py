@@ -355,6 +355,26 @@ def test_the_learning_rate_falls_until_the_end_of_epochs_too(overrides: list[str
     assert with_decay_end(settings, plan).trainer.decay_steps == steps
 
 
+def handed_to_roles(*overrides: str) -> RunSettings:
+    settings = load_settings("quickstart", ["--trainer.decay", "linear", "--trainer.warmup_steps", "5", *overrides])
+    ready = with_decay_end(settings, plan_run(settings, {"alphabet-sort": 800}))
+    return RunSettings.model_validate_json(ready.model_dump_json())
+
+
+def test_a_run_may_end_before_its_learning_rate_has_risen() -> None:
+    by_epochs = ("--max_steps", "5", "--max_epochs", "1")
+    assert handed_to_roles(*by_epochs).trainer.decay_steps == 5
+    assert handed_to_roles(*by_epochs, "--trainer.decay_steps", "4").trainer.decay_steps == 4
+
+
+def test_a_learning_rate_that_has_fallen_before_it_has_risen_is_refused_where_the_run_goes_on() -> None:
+    """It would be that of the decay's end from there, and 0 mostly."""
+    assert handed_to_roles("--trainer.decay_steps", "6").trainer.decay_steps == 6
+    assert handed_to_roles("--trainer.decay_steps", "5", "--trainer.decay", "constant").trainer.decay_steps == 5
+    with pytest.raises(SettingsError, match=r"warmup_steps = 5 it rises until then: write more decay_steps, or fewer"):
+        handed_to_roles("--trainer.decay_steps", "5")
+
+
 @pytest.mark.parametrize("settings", [RunSettings, SimulationPlan])
 def test_what_may_be_unset_is_unless_it_is_given(settings: type[BaseModel]) -> None:
     """A run's config.toml leaves out what is unset: another default would take its place in a resume."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tailrace.config.settings import RunSettings
+from tailrace.errors import SettingsError
 from tailrace.scheduling.settings import WINDOW_BATCHES
 
 _SCHEDULES = {
@@ -76,9 +77,23 @@ def plan_run(settings: RunSettings, num_tasks: Mapping[str, int]) -> Plan:
 
 
 def with_decay_end(settings: RunSettings, plan: Plan) -> RunSettings:
-    """The settings, with the step at which the learning rate has fallen where epochs may end the run."""
+    """The settings, with the step at which the learning rate has fallen where epochs may end the run.
+
+    Raises `SettingsError` where it would have fallen before it has risen, and the run goes on from there.
+    """
     trainer = settings.trainer
-    if trainer.decay == "constant" or trainer.decay_steps or not settings.max_epochs:
+    if trainer.decay == "constant":
+        return settings
+    if trainer.decay_steps is not None:
+        if trainer.decay_steps <= trainer.warmup_steps < plan.expected_steps:
+            raise SettingsError(
+                f"trainer.decay_steps = {trainer.decay_steps} is the step at which the learning rate has fallen, and "
+                f"with trainer.warmup_steps = {trainer.warmup_steps} it rises until then: write more decay_steps, or "
+                "fewer warmup_steps",
+                key=("trainer", "decay_steps"),
+            )
+        return settings
+    if not settings.max_epochs:
         return settings
     end = trainer.model_copy(update={"decay_steps": math.ceil(plan.expected_steps)})
     return settings.model_copy(update={"trainer": end})

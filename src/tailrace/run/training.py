@@ -152,13 +152,13 @@ async def _train_in(
     await asyncio.to_thread(partial(require_room, settings, tasks=tasks))
     await asyncio.to_thread(require_frozen_models, settings)
     await require_endpoint(settings, renderer)
+    plan = plan_run(settings, {name: len(loaded.spec.train_tasks) for name, loaded in environments.items()})
+    settings = with_decay_end(settings, plan)
     changed = record_settings(given, paths, recipe)
     observability = settings.observability
     terminal = Terminal.LIVE if wants_live_view(observability.live) else Terminal.LINES
     with writing(paths.root):
         recent = setup_logging("orchestrator", paths.logs, terminal, level=observability.log_level)
-    plan = plan_run(settings, {name: len(loaded.spec.train_tasks) for name, loaded in environments.items()})
-    settings = with_decay_end(settings, plan)
     sentences = [*plan.sentences, *describe_devices(devices), *describe_places(settings, environments)]
     for sentence in [*sentences, *describe_lives(settings), *(f"Goes on with {one}." for one in changed)]:
         _logger.info(sentence)

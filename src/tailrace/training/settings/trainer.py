@@ -183,15 +183,6 @@ class TrainerSettings(BaseModel):
         return require_device_name(device, "trainer.device", CPU_OR_CUDA)  # from others weights reach no generator
 
     @model_validator(mode="after")
-    def _decays_after_its_warmup(self) -> Self:
-        if self.decay != "constant" and self.decay_steps is not None and self.decay_steps <= self.warmup_steps:
-            raise ValueError(
-                f"decay_steps = {self.decay_steps} is the step at which the learning rate has fallen, and with "
-                f"warmup_steps = {self.warmup_steps} it rises until then: write more decay_steps, or fewer warmup_steps"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _decoupled_ppo_needs_steps(self) -> Self:
         if isinstance(self.loss, DecoupledPpoSettings) and self.steps_per_batch == 1:
             raise ValueError(
