@@ -89,6 +89,24 @@ def test_a_hubs_tokenizer_that_was_read_is_there_without_the_hub(
     assert "tokenizer.json" in read
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+@pytest.mark.parametrize("is_hubs", [False, True])
+def test_a_tokenizer_that_cannot_be_written_where_it_is_read_says_so(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch, is_hubs: bool
+) -> None:
+    """A trainer tells of such an error as of any other of its model, on all of its ranks."""
+    fetched = loading.load_tokenizer(str(model_folder))
+
+    def fill_disk(folder: Path) -> None:
+        fetched.backend_tokenizer.save("/dev/full")
+
+    monkeypatch.setattr(fetched, "save_pretrained", fill_disk)
+    monkeypatch.setattr(loading, "load_tokenizer", lambda name: fetched)
+    monkeypatch.setattr("shutil.copyfile", lambda source, into: Path("/dev/full").write_bytes(source.read_bytes()))
+    with pytest.raises(ModelError, match=r"cannot be copied to a temporary folder \(TMPDIR\).*: .*No space left"):
+        loading.read_tokenizer("Qwen/Qwen3.5-4B" if is_hubs else str(model_folder))
+
+
 @pytest.mark.parametrize(
     ("name", "expected"),
     [

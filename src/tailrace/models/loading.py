@@ -207,10 +207,17 @@ def copy_tokenizer(name: str, into: Path) -> None:
 
 def read_tokenizer(name: str) -> dict[str, bytes]:
     """What `copy_tokenizer` would write, by the files' names, for copies that are made later. Raises `ModelError`."""
-    with tempfile.TemporaryDirectory(prefix="tailrace-tokenizer-") as temporary:
-        folder = Path(temporary)
-        copy_tokenizer(name, folder)
-        return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+    try:
+        with tempfile.TemporaryDirectory(prefix="tailrace-tokenizer-") as temporary:
+            folder = Path(temporary)
+            copy_tokenizer(name, folder)
+            return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+    except ModelError:
+        raise
+    except Exception as error:  # of tokenizers, a full disk is no OSError
+        raise ModelError(
+            f"the tokenizer of model {name!r} cannot be copied to a temporary folder (TMPDIR) to be read: {error}"
+        ) from error
 
 
 def _keep_public_name(source: ModelSource, path: Path) -> None:
