@@ -11,13 +11,23 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tailrace.errors import CheckpointError, Diverged, ModelError, RankLost, TrainingError
+from tailrace.errors import (
+    CheckpointError,
+    CorruptData,
+    Diverged,
+    ModelError,
+    PeerGone,
+    RankLost,
+    TailraceError,
+    TrainingError,
+)
 from tailrace.records import Batch
 from tailrace.training import leading
 from tailrace.training.checkpoints import files
@@ -28,7 +38,7 @@ from tailrace.training.ranks import ALONE, JoinedRanks, Ranks
 from tailrace.training.settings.lora import LoraSettings
 from tailrace.training.settings.trainer import TrainerSettings
 from tailrace.training.trainer import NOT_FINITE, StepResult, Trainer
-from tests.training.rank_processes import run_ranks
+from tests.training.rank_processes import PATIENCE_S, run_ranks
 from tests.training.tiny import build_batch, rows_of, tiny_model
 
 pytestmark = pytest.mark.xdist_group("trainer ranks")
@@ -282,6 +292,53 @@ def test_a_rank_that_fails_with_all_others_writes_its_part_of_a_checkpoint_and_w
     path, failed = run_ranks(fail_while_writing, 2, tmp_path / "ranks", model_folder, folder, error)
     assert verify_checkpoint(path).step == 0
     assert type(failed) is error
+
+
+class NothingFor:
+    """This rank's end of a queue that fails."""
+
+    def __init__(self, error: type[TailraceError]) -> None:
+        self._error = error
+
+    async def receive(self) -> Batch:
+        raise self._error("no rows")
+
+    async def acknowledge(self, step: int) -> None:
+        pass
+
+    async def close(self) -> None:
+        pass
+
+
+def leave_alone(ranks: JoinedRanks, model_folder: Path, left: Path, error: type[TailraceError]) -> list[str]:
+    """Rank 1 fails while rank 0 goes on: for what it asks to end the run."""
+    asked: list[str] = []
+
+    async def request_stop(reason: str) -> None:
+        asked.append(reason)
+
+    leading._LAST_WORD_S = 0.05
+    if ranks.rank:
+        with pytest.raises(error):
+            asyncio.run(
+                leading.follow(lambda: make_trainer(model_folder, ranks), NothingFor(error), ranks, request_stop)
+            )
+        left.touch()
+        return asked
+    make_trainer(model_folder, ranks)
+    ranks.send_order(msgspec.msgpack.encode(leading.TrainStep(1)))
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not left.exists() and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    return asked
+
+
+@pytest.mark.parametrize(("error", "asked"), [(TrainingError, ["no rows"]), (CorruptData, []), (PeerGone, [])])
+def test_a_rank_asks_to_end_the_run_for_what_would_come_again_and_for_no_loss_on_the_way(
+    model_folder: Path, tmp_path: Path, error: type[TailraceError], asked: list[str]
+) -> None:
+    """Ranks that are started again are sent the batch again."""
+    assert run_ranks(leave_alone, 2, tmp_path / "ranks", model_folder, tmp_path / "left", error) == [[], asked]
 
 
 def refusals(ranks: JoinedRanks, folders: dict[str, Path], other: Path) -> dict[str, str]:

@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 from typing_extensions import override
 
-from tailrace.errors import RankLost, TailraceError, TrainingError
+from tailrace.errors import RankLost, TailraceError, TransportError
 from tailrace.records import Batch
 from tailrace.training.checkpoints.files import StagedCheckpoint
 from tailrace.training.checkpoints.snapshots import Snapshot
@@ -119,7 +119,7 @@ async def follow(
     `make_trainer` is called in the thread that all compute runs in. Raises what failed here, and `RankLost` where
     another rank is gone. Where rank 0 failed, too, that has the time to end training by itself before. Else it waits
     for this rank in an exchange, and `request_stop` is called with the reason: an error of Tailrace's own would come
-    again, and nobody need start the ranks again for it.
+    again, and nobody need start the ranks again for it. One of transport need not: batches are sent again then.
     """
     tune_process()
     threads = [ThreadPoolExecutor(1, thread_name_prefix=name) for name in ("trainer", "trainer-checkpoint")]
@@ -129,8 +129,10 @@ async def follow(
     except Exception as error:
         is_loss = isinstance(error, RankLost)
         ranks.tell(error, lost=is_loss)
-        if isinstance(error, TailraceError) and not is_loss and not await follower.has_seen_the_end():
-            await request_stop(str(error))
+        if isinstance(error, TailraceError) and not is_loss:
+            has_ended = await follower.has_seen_the_end()
+            if not has_ended and not isinstance(error, TransportError):
+                await request_stop(str(error))
         raise
     finally:
         for thread in threads:
@@ -191,7 +193,7 @@ class _Follower:
             async with asyncio.timeout(self._ranks.deadline_s):
                 batch = await self._batches.receive()
         except TimeoutError:
-            raise TrainingError(
+            raise TransportError(
                 f"rank {self._ranks.rank} did not get its rows of step {step} within {self._ranks.deadline_s:g} s"
             ) from None
         await self._in_thread(lambda: trainer.train_step(batch))
