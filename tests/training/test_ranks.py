@@ -257,8 +257,22 @@ class RowsOf:
         pass
 
 
+def say_late(ranks: JoinedRanks, seconds: float) -> None:
+    """What this rank tells of its end comes so much later."""
+    tell = ranks.tell
+
+    def tell_late(error: BaseException, *, lost: bool = False) -> None:
+        time.sleep(seconds)
+        tell(error, lost=lost)
+
+    pytest.MonkeyPatch().setattr(ranks, "tell", tell_late)
+
+
 def fail_while_writing(ranks: JoinedRanks, model_folder: Path, folder: Path, error: type[TrainingError]) -> Path:
-    """Rank 0 writes its part of a checkpoint when all ranks fail together, and ends training afterwards."""
+    """Rank 0 writes its part of a checkpoint when all ranks fail together, and ends training afterwards.
+
+    It tells of that in time; of divergence, which all ranks know of each other, long past it.
+    """
     settings = TrainerSettings(max_nonfinite_steps=1)
 
     def make(kind: type[Trainer]) -> Trainer:
@@ -270,14 +284,17 @@ def fail_while_writing(ranks: JoinedRanks, model_folder: Path, folder: Path, err
     step = 1 if error is Diverged else 1 + ranks.rank
     nan = build_batch(lengths=LENGTHS, rows=ROWS, step=step, advantages=[0, 0, math.nan, 0, 0, 0])
     batch = rows_of(nan, ranks.rank, ranks.size)
-    leading._LAST_WORD_S = 1.0
+    if error is Diverged:
+        leading._LAST_WORD_S = 0.05
+    if error is Diverged and ranks.rank == 0:
+        say_late(ranks, 1.0)
     if ranks.rank:
         asyncio.run(leading.follow(lambda: make(Trainer), RowsOf(batch), ranks, request_stop))
     trainer = make(leading.LeadingTrainer)
     staged = trainer.stage_checkpoint(folder)
     with pytest.raises(error):
         trainer.train_step(batch)
-    time.sleep(2)
+    time.sleep(leading._LAST_WORD_S + 1)
     path = trainer.write_checkpoint(staged)
     trainer.close()
     return path

@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 from typing_extensions import override
 
-from tailrace.errors import RankLost, TailraceError, TransportError
+from tailrace.errors import Diverged, RankLost, TailraceError, TransportError
 from tailrace.records import Batch
 from tailrace.training.checkpoints.files import StagedCheckpoint
 from tailrace.training.checkpoints.snapshots import Snapshot
@@ -130,7 +130,7 @@ async def follow(
         is_loss = isinstance(error, RankLost)
         ranks.tell(error, lost=is_loss)
         if isinstance(error, TailraceError) and not is_loss:
-            has_ended = await follower.has_seen_the_end()
+            has_ended = await follower.has_seen_the_end(error)
             if not has_ended and not isinstance(error, TransportError):
                 await request_stop(str(error))
         raise
@@ -153,13 +153,14 @@ class _Follower:
             await self._obey(order, trainer)
         await self._written()
 
-    async def has_seen_the_end(self) -> bool:
+    async def has_seen_the_end(self, error: TailraceError) -> bool:
         """Wait until rank 0 has ended training, or is gone; whether it has. False where it goes on, for a moment.
 
-        One that failed, too, has all the time it needs: it may be writing its part of a checkpoint.
+        One that failed, too, has all the time it needs: it may be writing its part of a checkpoint. All ranks diverge
+        together, and it need not say so.
         """
         ending = asyncio.create_task(self._until_end(), name="end of training")
-        await asyncio.wait({ending}, timeout=_LAST_WORD_S)
+        await asyncio.wait({ending}, timeout=None if isinstance(error, Diverged) else _LAST_WORD_S)
         if self._ranks.has_failed(0):
             await asyncio.wait({ending})
         has_ended = ending.done()
