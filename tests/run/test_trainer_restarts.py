@@ -17,14 +17,17 @@ from typing import cast
 import pytest
 
 from tailrace.config.restarts import RestartSettings
+from tailrace.free_ports import free_port
 from tailrace.lifecycle.launchers import RoleHandle
 from tailrace.lifecycle.launchers.local import LocalLauncher
 from tailrace.lifecycle.restarts import RestartHistory
 from tailrace.lifecycle.roles import RoleSpec
 from tailrace.records import ModelStateDictPublished, RunStatus, StepSkipped, StepTrained, TrainerStarted
 from tailrace.reporting.summary import read_summary
+from tailrace.run.ranks import Rank
 from tailrace.run.started_roles import RoleStarter
 from tailrace.run.trainer_lives import TrainerLives, describe_lives
+from tailrace.run.trainer_ranks import LaunchedRanks
 from tailrace.transport.batches.queue import BatchSender, MemoryBatchQueue
 from tailrace.transport.events.log import MemoryEventLog
 from tests.run.runs import ROLES, WITHOUT_MODEL, Command, command, records, tiny_settings, trained_tasks
@@ -66,8 +69,8 @@ def require_one_history(run: Command, steps: int) -> None:
 class OneRank:
     """Starts a trainer that does nothing, and is not started again; it is its own transports."""
 
-    def __init__(self, launcher: LocalLauncher) -> None:
-        self._launcher, self.transports = launcher, self
+    def __init__(self, launcher: LocalLauncher, launched: LaunchedRanks | None = None) -> None:
+        self._launcher, self.transports, self.launched = launcher, self, launched
 
     def start_trainer(self) -> list[RoleHandle]:
         settings = str(self._launcher.logs.parent).encode()
@@ -90,6 +93,21 @@ async def test_states_stay_back_to_the_checkpoint_that_the_trainer_told_of(tmp_p
         assert [trainer.earliest_step(step) for step in (2, 3, 9)] == [2, 2, 2]
         trainer.saved(7)
         assert trainer.earliest_step(9) == 7
+        await trainer.close()
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+async def test_a_trainer_that_loads_hears_its_end_where_another_launcher_started_its_other_ranks(
+    tmp_path: Path, elsewhere: bool
+) -> None:
+    """Killed as it loads, it would leave them in their own load, and then waiting for it."""
+    launched = LaunchedRanks(Rank(number=0, size=2, host="127.0.0.1", port=free_port())) if elsewhere else None
+    async with LocalLauncher("epoch", tmp_path / "logs") as launcher:
+        never = RestartHistory(RestartSettings(per_role=0))
+        trainer = TrainerLives(cast(RoleStarter, OneRank(launcher, launched)), MemoryEventLog("epoch"), never)
+        assert trainer.is_loading != elsewhere
+        trainer.started(0)
+        assert not trainer.is_loading
         await trainer.close()
 
 

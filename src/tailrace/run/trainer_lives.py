@@ -141,7 +141,8 @@ class TrainerLives(RunTrainer):
     @property
     @override
     def is_loading(self) -> bool:
-        return self._newest_begun < self.restarts
+        """Ranks of another launcher are not killed with rank 0: they, too, need its word that training has ended."""
+        return self._starter.launched is None and self._newest_begun < self.restarts
 
     @override
     async def watch(self) -> NoReturn:
