@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 from tailrace.records import Branch, Completion, FinishReason, Message, RunStatus
+from tests.dashboard.test_others_files import write_traces
 from tests.support.browsers import Watched, browser, dashboard, watched
 from tests.support.made_runs import MadeRun, write_export
 
@@ -183,6 +184,27 @@ def test_a_page_of_a_large_file_says_what_it_leaves_out(tmp_path: Path, page: Wa
         shown = page.page.locator("main").inner_text()
         assert "The file has 8,195 rollouts. Groups, counts and searches are of the first 8,192." in shown
         assert "8192 rollouts of this step fit, 0 of other steps; 3 rollouts of large files were not searched" in shown
+        page.leave()
+
+
+def test_a_file_that_is_taken_in_little_by_little_is_shown_whole_in_the_end(tmp_path: Path, page: Watched) -> None:
+    write_traces(tmp_path / "large", [1.0] * 8)
+    page.page.clock.install()
+    a_line_each = "import tailrace.dashboard.application as pages; pages._TAKE_IN_S = -1.0"
+    with dashboard(tmp_path, first=a_line_each) as link:
+        page.open(f"{link}#/run/large/groups")
+        assert page.page.locator(".cell").count() < 8
+        page.page.get_by_label("Search texts and tasks").focus()
+        page.page.keyboard.type("ida")
+        page.page.evaluate("document.activeElement.isSame = true")
+        look_again(page, "/api/runs/large")
+        assert page.page.evaluate("document.activeElement.isSame") is True
+        page.page.keyboard.press("Enter")
+        page.until("location.hash.includes('text=ida')")
+        for _ in range(8):
+            with page.page.expect_response(lambda response: response.url.endswith("/api/runs/large")):
+                page.page.clock.run_for(2_500)
+        page.until("document.querySelectorAll('.cell').length === 8")
         page.leave()
 
 

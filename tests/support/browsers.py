@@ -88,9 +88,10 @@ def _keep(found: Watched, kind: str, text: str) -> None:
 
 
 @contextlib.contextmanager
-def dashboard(folder: Path, *arguments: str) -> Iterator[str]:
-    """`tailrace ui` over a folder; its link."""
-    command = [sys.executable, "-m", "tailrace", "ui", str(folder), "--address", "127.0.0.1:0", *arguments]
+def dashboard(folder: Path, *arguments: str, first: str = "pass") -> Iterator[str]:
+    """`tailrace ui` over a folder; its link. Its process does `first`, in Python, before anything else."""
+    program = f"{first}\nimport sys, tailrace.cli\nsys.exit(tailrace.cli.main())"
+    command = [sys.executable, "-c", program, "ui", str(folder), "--address", "127.0.0.1:0", *arguments]
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     try:

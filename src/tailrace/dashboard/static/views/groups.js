@@ -8,7 +8,7 @@ import { amend, go, to } from "../places.js";
 import { chosenStep, stepPicker } from "../steps.js";
 
 export async function show(target, context) {
-  const { run, detail, parameters, alive } = context;
+  const { run, detail, parameters, alive } = context, { note } = detail; // before what it tells of is asked for
   if (!detail.steps.length && !detail.evaluations.length) {
     target.append(h("div", { class: "panel empty" }, detail.row.state === "running" ? "No step has ended yet: its groups appear here." : "This run has no rollouts (observability.rollouts_every_steps is 0, or none ended)."));
     document.addEventListener("run", () => { if (detail.steps.length || detail.evaluations.length) again(); }, { signal: alive });
@@ -76,9 +76,11 @@ export async function show(target, context) {
   if (filter.text) await search();
   if (state.sort === "change") await compare();
   draw();
-  if (parameters.step === undefined && kind === "step") {
-    document.addEventListener("run", () => { if (detail.steps.at(-1) !== step && !isTyped()) again(); }, { signal: alive });
-  }
+  document.addEventListener("run", () => {
+    const isOther = parameters.step === undefined && kind === "step" && detail.steps.at(-1) !== step;
+    const tookInMore = detail.row.state === "read" && detail.note !== note;
+    if ((isOther || tookInMore) && !isTyped()) again();
+  }, { signal: alive });
 }
 
 const again = () => dispatchEvent(new CustomEvent("again"));
