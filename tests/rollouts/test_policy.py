@@ -353,7 +353,7 @@ async def test_a_tool_call_is_demonstrated_as_the_template_shows_it(
     [
         ({"takes_demonstrations": False}, [said("Bob")], SettingsError, "write trainer.loss.cross_entropy"),
         ({"max_model_tokens": 5}, [said("Bob")], ValueError, "tokens is longer than the model's context of 5"),
-        ({"max_rollout_tokens": 5}, [said("Bob")], ValueError, "tokens is longer than rollouts.max_rollout_tokens = 5"),
+        ({"row_tokens": 5}, [said("Bob")], ValueError, "tokens does not fit a row of scheduling.row_tokens = 5"),
         ({}, [user("Bob")], EnvironmentFailed, "ends with the assistant's message"),
     ],
 )
@@ -364,6 +364,12 @@ async def test_a_demonstration_that_cannot_be_taken_says_why(
     with pytest.raises(error, match=message):
         talk.policy.demonstrate([user("a"), *messages])
     assert not talk.rollout.branches
+
+
+async def test_a_demonstration_may_be_longer_than_what_is_sampled(renderer: ChatRenderer) -> None:
+    talk = Talk(renderer, max_rollout_tokens=5, row_tokens=500)
+    talk.policy.demonstrate([user("a"), said("Bob")])
+    assert [branch.num_tokens > 5 for branch in talk.rollout.branches] == [True]
 
 
 async def test_an_evaluation_leaves_demonstrations_out(renderer: ChatRenderer) -> None:

@@ -101,6 +101,19 @@ async def test_demonstrations_that_nothing_learns_from_end_the_run(tmp_path: Pat
     assert "'demonstrating' demonstrates replies, and nothing would learn from them: write" in summary.reason
 
 
+@pytest.mark.parametrize("row_tokens", [16, 512])
+async def test_a_demonstration_may_be_as_long_as_a_row(tmp_path: Path, row_tokens: int) -> None:
+    shown = ("--environment.args", "{ sampled = false }", "--trainer.loss.cross_entropy.coefficient", "1.0")
+    lengths = ("--rollouts.max_rollout_tokens", "16", "--scheduling.row_tokens", str(row_tokens))
+    ends = ("--rollouts.rollout_errors.on_error", "raise", "--max_steps", "1")
+    summary = await run_inline(tmp_path, *environment("demonstrating"), *shown, *lengths, *ends)
+    if row_tokens == 512:
+        assert (summary.status, summary.steps) == (RunStatus.FINISHED, 1)
+    else:
+        assert summary.status is RunStatus.FAILED
+        assert "tokens does not fit a row of scheduling.row_tokens = 16" in summary.reason
+
+
 async def test_turns_at_temperatures_of_their_own_that_end_at_a_string_are_trained_on(tmp_path: Path) -> None:
     limits = ("--rollouts.max_turns", "2", "--rollouts.max_tokens", "32")
     summary = await run_inline(tmp_path, *environment("cooling"), *limits, "--max_steps", "2")

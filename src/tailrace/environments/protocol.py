@@ -113,7 +113,7 @@ class Policy(Protocol):
         run's loss must have `trainer.loss.cross_entropy`. Evaluations leave demonstrations out.
 
         Raises `EnvironmentFailed` where the model's template cannot show it, `ValueError` where it is longer than the
-        model's context or `rollouts.max_rollout_tokens`, `SettingsError` where the loss has no cross-entropy.
+        model's context or `scheduling.row_tokens`, `SettingsError` where the loss has no cross-entropy.
         """
 
     def set_column(self, reply: Reply, name: str, values: object) -> None:

@@ -63,6 +63,7 @@ class RolloutPlayer:
             max_turns=environment.max_turns,
             max_rollout_tokens=self._settings.max_rollout_tokens,
             max_model_tokens=self._facts.max_model_tokens,
+            row_tokens=self._facts.row_tokens,
             system_prompt=self._settings.system_prompt,
             records_experts=self._facts.records_experts,
             takes_demonstrations=None if is_evaluation else self._facts.takes_demonstrations,

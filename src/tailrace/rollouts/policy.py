@@ -90,6 +90,7 @@ class RolloutPolicy:
         max_turns: int,
         max_rollout_tokens: int | None = None,
         max_model_tokens: int | None = None,
+        row_tokens: int | None = None,
         system_prompt: str | None = None,
         records_experts: bool = False,
         takes_demonstrations: bool | None = True,
@@ -97,7 +98,8 @@ class RolloutPolicy:
     ) -> None:
         """`max_rollout_tokens` bounds all branches together, `max_model_tokens` prompt and completion of one turn.
 
-        Demonstrations are refused where it `takes_demonstrations` not, and dropped where that is None.
+        Demonstrations are refused where it `takes_demonstrations` not, and dropped where that is None; one has
+        `row_tokens` at most.
         """
         self._rollout = rollout
         self._renderer = renderer
@@ -107,6 +109,7 @@ class RolloutPolicy:
             max_turns=max_turns,
             max_rollout_tokens=max_rollout_tokens,
             max_model_tokens=max_model_tokens,
+            row_tokens=row_tokens,
         )
         self._system_prompt, self._records_experts = system_prompt, records_experts
         self._takes_demonstrations, self._endpoints = takes_demonstrations, endpoints

@@ -10,6 +10,8 @@ class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     max_model_tokens: int | None = None
     """Prompt and completion of one turn together; None: no bound is known."""
+    row_tokens: int | None = None
+    """What a row of the trainer's holds; None: it has none that are packed here."""
     max_steps: int = 0
     """What reward functions are told."""
     records_experts: bool = False

@@ -15,9 +15,15 @@ class TurnBudget:
     """Turns may run at once: what those that are sampled may still add is reserved for them."""
 
     def __init__(
-        self, rollout: Rollout, *, max_turns: int, max_rollout_tokens: int | None, max_model_tokens: int | None
+        self,
+        rollout: Rollout,
+        *,
+        max_turns: int,
+        max_rollout_tokens: int | None,
+        max_model_tokens: int | None,
+        row_tokens: int | None,
     ) -> None:
-        self._rollout = rollout
+        self._rollout, self._row_tokens = rollout, row_tokens
         self._max_turns, self._max_rollout_tokens = max_turns, max_rollout_tokens
         self.max_model_tokens = max_model_tokens
         self._reserved_tokens = 0
@@ -52,15 +58,15 @@ class TurnBudget:
         return min(limits)
 
     def require_demonstration(self, num_tokens: int) -> None:
-        """Raises `ValueError` for one that is longer than a branch which is sampled may become: no row may hold it."""
+        """Raises `ValueError` for one that the model, or a row of the trainer's, cannot hold."""
         if self.max_model_tokens is not None and num_tokens > self.max_model_tokens:
             raise ValueError(
                 f"a demonstration of {num_tokens} tokens is longer than the model's context of {self.max_model_tokens}"
             )
-        if self._max_rollout_tokens is not None and num_tokens > self._max_rollout_tokens:
+        if self._row_tokens is not None and num_tokens > self._row_tokens:
             raise ValueError(
-                f"a demonstration of {num_tokens} tokens is longer than rollouts.max_rollout_tokens = "
-                f"{self._max_rollout_tokens}"
+                f"a demonstration of {num_tokens} tokens does not fit a row of scheduling.row_tokens = "
+                f"{self._row_tokens}"
             )
 
     @contextmanager

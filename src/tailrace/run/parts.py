@@ -190,6 +190,7 @@ def make_rollouter(
         generate=generate,
         facts=RunFacts(
             max_model_tokens=settings.max_model_tokens,
+            row_tokens=settings.scheduling.row_tokens if settings.trainer.feed == "batch" else None,
             max_steps=settings.max_steps or 0,
             records_experts=settings.generator.return_routed_experts,
             takes_demonstrations=settings.trainer.loss.cross_entropy is not None,
