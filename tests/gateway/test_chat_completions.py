@@ -329,20 +329,40 @@ async def test_without_budget_a_reply_ends_for_its_length_and_whoever_asks_on_is
     assert talk.gateway.tally.requests == {("chat", 200): 2, ("chat", 429): 1}
 
 
-@pytest.mark.parametrize("raised", [None, ValueError("an empty reply")])
-async def test_an_agent_that_never_had_a_reply_for_want_of_room_is_left_with_the_reason(
-    renderer: ChatRenderer, raised: Exception | None
+@pytest.mark.parametrize("then", ["ends", "fails", "asks less"])
+async def test_an_agent_fails_for_want_of_room_only_where_it_never_had_a_reply(
+    renderer: ChatRenderer, then: str
 ) -> None:
-    """Whatever it made of the empty reply."""
+    """Whatever it made of the empty one."""
 
-    async def agent() -> None:
-        async with served(renderer, max_model_tokens=9) as talk:
-            assert (await post(talk, asks())).json()["choices"][0]["finish_reason"] == "length"
-            if raised is not None:
-                raise raised
+    async def agent(task: Task, policy: Policy) -> float:
+        try:
+            async with policy.endpoint() as endpoint, httpx.AsyncClient(base_url=endpoint.path_url) as client:
+                answer = (await client.post("/v1/chat/completions", json=asks("the quick brown fox " * 40))).json()
+                assert answer["choices"][0]["finish_reason"] == "length"
+                if then != "ends":
+                    raise ValueError("an empty reply")
+        except ValueError:
+            if then == "fails":
+                raise
+        if then == "asks less":
+            await policy.chat([user("a")])
+        return 1.0
 
-    with pytest.raises(BudgetExceeded, match=r"a prompt of \d+ tokens leaves no room in the model's context of 9"):
-        await agent()
+    spec = EnvironmentSpec(name="own", agent=agent, train_tasks=[{}])
+    settings = RolloutSettings(max_tokens=16, max_rollout_tokens=100)
+    generate = ScriptedGenerate(renderer.tokenizer, ["Ada"])
+    async with (
+        Gateway() as gateway,
+        Rollouter(settings, loaded(spec), renderer=renderer, generate=generate, endpoints=gateway) as rollouter,
+    ):
+        running = rollouter.run(spec.train_task(0), rollout_id=RolloutId("r0"), group_id=GroupId("g0"))
+        if then == "asks less":
+            assert (await running).messages[-1]["content"] == "Ada"
+            return
+        with pytest.raises(BudgetExceeded, match=r"its \d+ tokens use up rollouts.max_rollout_tokens = 100") as raised:
+            await running
+    assert ("ValueError: an empty reply" in str(raised.value)) == (then == "fails")
 
 
 async def test_a_prompt_that_fills_the_context_takes_the_soft_end_from_no_later_one(renderer: ChatRenderer) -> None:

@@ -128,8 +128,8 @@ class Policy(Protocol):
         """Let programs that speak HTTP ask this policy: each request is a `chat`, recorded as this rollout's tokens.
 
         On leaving, requests that still run are cancelled, and later ones are refused. Raises `SettingsError` where the
-        rollout is played without a gateway, and on leaving `BudgetExceeded` where no turn or token was left for a
-        request and none has had a reply, as for a first prompt that does not fit the model's context.
+        rollout is played without a gateway. Requests for which no turn or token is left get an empty reply: an agent
+        that ends without another, as for a first prompt that does not fit the model's context, fails its rollout.
         """
 
 

@@ -126,14 +126,14 @@ class Gateway(Endpoints):
         try:
             yield session
         except Exception as error:
-            if (failure := session.failure(error)) is not None:
-                raise failure from error
+            if session.engine_failure is not None:
+                raise session.engine_failure from error
             raise
         finally:
             self.sessions.close(session)
             await session.turns.ended()
-        if (failure := session.failure()) is not None:
-            raise failure
+        if session.engine_failure is not None:
+            raise session.engine_failure
 
     async def serve(self, key: str, new_policy: Callable[[SamplingParams], RolloutPolicy]) -> None:
         """Answer whoever has the `key`, each request by a policy of its own, until it is closed."""

@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from tailrace.config.gateway import GatewaySettings
 from tailrace.environments import AgentResult, ChatFormat, Endpoint, Offer
-from tailrace.errors import BudgetExceeded, EngineFailed, EnvironmentFailed, RolloutError
+from tailrace.errors import BudgetExceeded, EngineFailed, EnvironmentFailed
 from tailrace.gateway.conversations import Conversations
 from tailrace.gateway.dialects.json_form import require_no_form
 from tailrace.gateway.dialects.protocol import ChatRequest, Failure, RequestInvalid
@@ -47,8 +47,6 @@ class Session(Endpoint):
         """Of whoever plays the rollout: what its turns take is counted there."""
         self.told_of_no_budget = False
         """A client was sent the empty answer of a turn for which nothing was left, and none has had a reply since."""
-        self.no_budget: BudgetExceeded | None = None
-        """The latest turn for which nothing was left."""
         self.engine_failure: EngineFailed | None = None
         self._reported: AgentResult | None = None
         self._ended = asyncio.Event()
@@ -116,15 +114,9 @@ class Session(Endpoint):
         """
         return Failure(status=429, message=str(error)) if asks_on else None
 
-    def failure(self, error: Exception | None = None) -> EngineFailed | RolloutError | None:
-        """What its rollout failed with here, whatever its agent made of that: it raised an `error`, or just ended."""
-        if self.engine_failure is not None:
-            return self.engine_failure
-        if self.no_budget is None or self._policy.messages:
-            return None
-        if not isinstance(error, RolloutError):
-            return self.no_budget
-        return self.no_budget.saying(f"{self.no_budget}\n{error}")
+    def lacks_budget(self, error: BudgetExceeded) -> None:
+        """Nothing was left for a turn."""
+        self._policy.no_budget = error
 
     @property
     def max_model_tokens(self) -> int | None:

@@ -155,7 +155,7 @@ class Turn:
 
     def _stopped(self, session: Session, error: BudgetExceeded) -> Answer | Failure:
         """No budget: a reply that says nothing, or a refusal."""
-        session.no_budget = error
+        session.lacks_budget(error)
         refusal = session.refusal(error, asks_on=self._asks_on)
         return refusal or Answer(reply=NOTHING, answer_id=self.answer_id, created_s=self.created_s, prompt_tokens=0)
 

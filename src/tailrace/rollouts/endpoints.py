@@ -38,8 +38,7 @@ class Endpoints(Protocol):
         """The policy answers over HTTP until the context is left.
 
         Raises `SettingsError` where the gateway cannot be started (its port is taken, a package is missing, ...). On
-        leaving, whatever its block raised: the `EngineFailed` that a request met, or `BudgetExceeded` where nothing was
-        left for a request and none has had a reply.
+        leaving, whatever its block raised: the `EngineFailed` that a request met.
         """
 
     def claimed(self, offer: Offer) -> AbstractAsyncContextManager[AnswerClient]:

@@ -17,7 +17,7 @@ from tailrace.environments.callables import is_async_environment
 from tailrace.environments.outside import AnswerClient, OutsideAgent
 from tailrace.environments.programs import CommandAgent
 from tailrace.environments.results import as_agent_result
-from tailrace.errors import BudgetExceeded, ScoringFailed
+from tailrace.errors import BudgetExceeded, RolloutError, RolloutTimeout, ScoringFailed
 from tailrace.records import Generate, Group, Rollout, Task
 from tailrace.rollouts.agents import LocalEnvironment, play_environment
 from tailrace.rollouts.attribution import attribute_errors
@@ -82,7 +82,8 @@ class RolloutPlayer:
 
         `tell` answers the client outside that has claimed it already; None: one may claim it here.
 
-        Raises `RolloutError`, `RequestRefused` where the engine cannot take a prompt, and what concerns more than it.
+        Raises `RolloutError`, `RequestRefused` where the engine cannot take a prompt, and what concerns more than it;
+        `BudgetExceeded` for an agent that was given empty replies alone, whatever it made of them.
         """
         spec, task, limit = environment.spec, rollout.task, environment.deadline
         clock = asyncio.get_running_loop().time
@@ -93,14 +94,23 @@ class RolloutPlayer:
                 rollout_deadline(limit, task, ends_s=rollout.started_s + limit.limit_s),
                 phase("environment"),
             ):
-                return as_agent_result(await agent(task, policy)).with_info_keys(spec.info_keys)
+                reported = as_agent_result(await agent(task, policy)).with_info_keys(spec.info_keys)
         except BudgetExceeded:
             if not spec.scores_rollouts or not rollout.messages:
                 raise
             return AgentResult()
+        except RolloutTimeout:  # it may have waited for a reply
+            raise
+        except RolloutError as error:
+            if (why := _why_unanswered(policy)) is not None:
+                raise why.saying(f"{why}\n{error}") from error
+            raise
         finally:
             policy.close()
             rollout.metrics["environment_s"] = max(0.0, clock() - started_s - rollout.metrics.get("generate_s", 0.0))
+        if (why := _why_unanswered(policy)) is not None:
+            raise why
+        return reported
 
     async def score(self, rollout: Rollout, reported: AgentResult, environment: LoadedEnvironment) -> AgentResult:
         """What reward functions say in place of what was `reported`, within what is left of the limit.
@@ -140,6 +150,11 @@ class RolloutPlayer:
         if spec.trusted or is_async_environment(factory):
             return partial(play_environment, spec=spec, host=lambda task: LocalEnvironment(factory))
         return partial(play_environment, spec=spec, host=partial(WorkerEnvironment, self._workers))
+
+
+def _why_unanswered(policy: RolloutPolicy) -> BudgetExceeded | None:
+    """Why an agent over HTTP that never had a reply had none; None: it had one, or did not ask in vain."""
+    return None if policy.messages else policy.no_budget
 
 
 async def limited(work: Awaitable[ResultT], group: Group, environment: LoadedEnvironment) -> ResultT:

@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 
 from tailrace.environments import ChatFormat, Endpoint
-from tailrace.errors import RolloutError, SettingsError
+from tailrace.errors import BudgetExceeded, RolloutError, SettingsError
 from tailrace.records import (
     CROSS_ENTROPY_WEIGHTS,
     Branch,
@@ -113,6 +113,8 @@ class RolloutPolicy:
         )
         self._system_prompt, self._records_experts = system_prompt, records_experts
         self._takes_demonstrations, self._endpoints = takes_demonstrations, endpoints
+        self.no_budget: BudgetExceeded | None = None
+        """Why the latest request to one of its endpoints was given an empty reply."""
         self._conversations: list[BranchConversation] = []
         self._closed = False
         self._turns: set[asyncio.Task[object]] = set()
