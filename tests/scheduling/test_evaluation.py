@@ -20,6 +20,7 @@ from tailrace.scheduling import (
     evaluate,
 )
 from tailrace.scheduling.backoff import FAILURES_IN_A_ROW, LONGEST_PAUSE_S
+from tailrace.scheduling.evaluation import UNFINISHED
 from tailrace.scheduling.groups import UNSCORED
 from tailrace.simulation.virtual_time import run_in_virtual_time
 from tests.scheduling.world import FAILURES, environment, make_rollout
@@ -122,8 +123,10 @@ async def test_results_are_told_by_environment_and_lost_rollouts_counted() -> No
 class Flaky(HeldOut):
     """Attempts raise what `failing` says of their task, number and second; a rollout takes a second."""
 
-    def __init__(self, failing: Callable[[Task, int, float], Exception | None], *, tasks: int = 64) -> None:
-        super().__init__(tasks=tasks)
+    def __init__(
+        self, failing: Callable[[Task, int, float], Exception | None], *, max_running: int = 8, **settings: object
+    ) -> None:
+        super().__init__(tasks=64, max_running=max_running, **settings)
         self._failing = failing
 
     async def run(self, task: Task, *, group_id: GroupId, rollout_id: RolloutId, attempt: int) -> Rollout:
@@ -322,6 +325,26 @@ async def test_after_training_it_has_a_deadline() -> None:
         assert evaluator.describe() == "step 2"
     assert held_out.running == 0
     assert held_out.results == []
+
+
+def test_what_has_ended_by_its_deadline_is_told_though_an_environment_is_in_an_outage() -> None:
+    def failing(task: Task, attempt: int, now_s: float) -> Exception | None:
+        return FAILURES["environment_failed"]("away") if task.environment == "a" else None
+
+    async def run() -> tuple[Evaluation, ...]:
+        held_out = Flaky(failing, max_running=64, finish_s=60.0)
+        async with held_out.evaluating() as evaluator:
+            evaluator.step_ended(2, version=0)
+            await evaluator.finish()
+            assert not evaluator.is_idle
+        return tuple(held_out.results)
+
+    (evaluation,) = run_in_virtual_time(run())
+    assert (evaluation.step, evaluation.duration_s) == (2, 60.0)
+    assert (len(evaluation.results["b"].rewards), evaluation.results["b"].failed) == (32, {})
+    lost = evaluation.results["a"].failed
+    assert (evaluation.results["a"].rewards, sum(lost.values())) == ([], 32)
+    assert lost[UNFINISHED] >= 32 - FAILURES_IN_A_ROW
 
 
 async def test_one_whose_weights_never_come_is_left_out() -> None:
