@@ -173,6 +173,22 @@ def test_an_outage_without_end_ends_the_evaluation_after_its_time() -> None:
     assert 100.0 <= lasted_s <= 2 * (100.0 + LONGEST_PAUSE_S)  # the two environments may be away one after the other
 
 
+def test_an_outage_holds_up_no_other_environment() -> None:
+    ended_s: list[float] = []
+
+    def failing(task: Task, attempt: int, now_s: float) -> Exception | None:
+        if task.environment == "a" and now_s < 200.0:
+            return FAILURES["environment_failed"]("away")
+        if task.environment == "b":
+            ended_s.append(now_s + 1.0)
+        return None
+
+    results, _ = Flaky(failing).evaluated()
+    assert len(results["b"].rewards) == len(ended_s) == 32
+    assert max(ended_s) < 10.0
+    assert len(results["a"].rewards) == 32 - sum(results["a"].failed.values()) >= 32 - FAILURES_IN_A_ROW
+
+
 def test_code_that_is_wrong_is_not_waited_for() -> None:
     results, lasted_s = Flaky(lambda *_: FAILURES["mistake"]("KeyError: 'choices'")).evaluated()
     assert [result.failed for result in results.values()] == [{"environment_failed": 32}] * 2

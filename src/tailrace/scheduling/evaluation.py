@@ -179,12 +179,14 @@ class _Walk:
         return rollout
 
     async def _until_it_may_try(self, environment: str) -> None:
-        """Waits while the environment pauses, unless it has been away for too long."""
+        """Waits while the environment pauses, unless it has been away for too long; others have the slot meanwhile."""
         while self._is_waited_for(environment):
             pause_s = self._backoff.pause_left_s(environment, now_s=self._now_s())
             if not pause_s:
                 return
+            self._slots.release()
             await asyncio.sleep(pause_s)
+            await self._slots.acquire()
 
     def _is_of_an_outage(self, environment: str, error: RolloutError) -> bool:
         """Whether an attempt failed by an outage that is waited for. A lost worker begins none."""
