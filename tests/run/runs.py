@@ -21,6 +21,7 @@ import pytest
 
 from tailrace.config import RUNS, RunSettings, load_settings
 from tailrace.reporting.summary import RunSummary
+from tailrace.run.callbacks import Callbacks
 from tailrace.run.training import train
 from tailrace.transport.channels import runtime_folder
 from tailrace.transport.owned_folders import shared_memory_folder
@@ -53,10 +54,12 @@ def tiny_settings(*overrides: str, name: str = "run", parent: Path = RUNS) -> Ru
     return load_settings("quickstart", [*TINY, *environment("words"), "--name", name, *overrides], parent)
 
 
-async def run_inline(parent: Path, *overrides: str, name: str = "run") -> RunSummary:
+async def run_inline(
+    parent: Path, *overrides: str, name: str = "run", callbacks: Callbacks | None = None
+) -> RunSummary:
     """A run in this very process."""
     inline = ("--placement", "inline", "--observability.live", "off")
-    return await train(tiny_settings(*inline, *overrides, name=name, parent=parent), parent)
+    return await train(tiny_settings(*inline, *overrides, name=name, parent=parent), parent, callbacks=callbacks)
 
 
 def require_rise(folder: Path, *, steps: int, window: int, margin: float) -> None:
@@ -68,6 +71,16 @@ def require_rise(folder: Path, *, steps: int, window: int, margin: float) -> Non
     means = [statistics.fmean(of_step) for of_step in rewards[1:]]
     rise = statistics.fmean(means[-window:]) - statistics.fmean(means[:window])
     assert rise > margin, f"rose by {rise:.3f}: {means}"
+
+
+def role_of(owner: int, folder: Path, name: str) -> psutil.Process:
+    """The process of a role of the run of `owner` in `folder`, known by the log that it writes."""
+    log = str(folder / "logs" / f"{name}.log")
+    for child in psutil.Process(owner).children():
+        with suppress(psutil.NoSuchProcess):  # it ended meanwhile
+            if any(file.path == log for file in child.open_files()):
+                return child
+    raise AssertionError(f"no {name} runs")
 
 
 @dataclass
@@ -99,13 +112,8 @@ class Command:
             time.sleep(0.02)
 
     def role(self, name: str) -> psutil.Process:
-        """The process of a role, known by the log that it writes."""
-        log = str(self.folder / "logs" / f"{name}.log")
-        for child in psutil.Process(self.pid).children():
-            with suppress(psutil.NoSuchProcess):  # it ended meanwhile
-                if any(file.path == log for file in child.open_files()):
-                    return child
-        raise AssertionError(f"no {name} runs")
+        """The process of a role."""
+        return role_of(self.pid, self.folder, name)
 
     def leftovers(self) -> list[Path]:
         """Shared memory and sockets that carry this process's number."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import threading
@@ -15,9 +16,11 @@ import pytest
 from tailrace.cli import main
 from tailrace.lifecycle.signals import until_stopped
 from tailrace.records import RunStatus
+from tailrace.reporting.metrics import StepMetrics
 from tailrace.reporting.summary import read_summary
 from tailrace.reporting.trackers.hub import Trackers
 from tailrace.run import roles, started_roles, watchdog
+from tailrace.run.callbacks import Callbacks
 from tailrace.training.checkpoints.files import StagedCheckpoint
 from tailrace.transport.events.log import FileEventLog
 from tests.run.runs import (
@@ -70,14 +73,24 @@ async def test_a_run_that_finishes_has_all_the_time_that_its_last_save_takes(
 
 @pytest.mark.parametrize(
     ("asked_by", "reason"),
-    [("a signal", "the trainer did not answer a request to stop within 0.1 s"), ("the watchdog", "watchdog_s")],
+    [
+        ("a signal", "the trainer did not answer a request to stop within 0.1 s"),
+        ("a callback", "the trainer did not answer a request to stop within 0.1 s"),
+        ("the watchdog", "watchdog_s"),
+    ],
 )
 async def test_a_last_save_that_hangs_is_given_up_once_a_run_that_finishes_is_asked_to_stop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked_by: str, reason: str
 ) -> None:
-    goes_on, write = threading.Event(), StagedCheckpoint.write
+    hangs, goes_on, write = threading.Event(), threading.Event(), StagedCheckpoint.write
+
+    def on_step(metrics: StepMetrics) -> None:
+        if metrics.step == 3 and asked_by == "a callback":
+            hangs.wait(PATIENCE_S)
+            raise ValueError("of a callback")
 
     def hang(staged: StagedCheckpoint) -> Path:
+        hangs.set()
         if asked_by == "a signal":
             os.kill(os.getpid(), signal.SIGINT)
         goes_on.wait(PATIENCE_S)
@@ -85,14 +98,16 @@ async def test_a_last_save_that_hangs_is_given_up_once_a_run_that_finishes_is_as
 
     monkeypatch.setattr(StagedCheckpoint, "write", hang)
     brief = ("--shutdown.last_save_s", "0.1", "--shutdown.grace_s", "0.1")
-    watched = ("--observability.watchdog_s", "2" if asked_by == "the watchdog" else str(PATIENCE_S))
-    running = asyncio.create_task(run_inline(tmp_path, *FEW, *brief, *watched))
+    watched = ("--observability.watchdog_s", "5" if asked_by == "the watchdog" else str(PATIENCE_S))
+    running = asyncio.create_task(run_inline(tmp_path, *FEW, *brief, *watched, callbacks=Callbacks(on_step)))
     events = tmp_path / "run" / "events.jsonl"
     while not (running.done() or (events.exists() and "TrainerEnded" in events.read_text())):  # noqa: ASYNC110
         await asyncio.sleep(0.01)
     goes_on.set()
-    summary = await running
-    assert (summary.status, summary.exit_code) == (RunStatus.FAILED, 1)
+    with contextlib.suppress(ValueError):  # of the callback
+        await running
+    summary = read_summary(tmp_path / "run")
+    assert (summary.status, summary.exit_code, summary.steps) == (RunStatus.FAILED, 1, 3)
     assert reason in summary.reason
 
 

@@ -5,7 +5,9 @@ What is long here has a cell of its own, without a model, among those of `test_f
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import os
 import re
 import signal
 import time
@@ -23,14 +25,17 @@ from tailrace.lifecycle.launchers.local import LocalLauncher
 from tailrace.lifecycle.restarts import RestartHistory
 from tailrace.lifecycle.roles import RoleSpec
 from tailrace.records import ModelStateDictPublished, RunStatus, StepSkipped, StepTrained, TrainerStarted
+from tailrace.reporting.metrics import StepMetrics
 from tailrace.reporting.summary import read_summary
+from tailrace.run.callbacks import Callbacks
 from tailrace.run.ranks import Rank
 from tailrace.run.started_roles import RoleStarter
 from tailrace.run.trainer_lives import TrainerLives, describe_lives
 from tailrace.run.trainer_ranks import LaunchedRanks
+from tailrace.run.training import train
 from tailrace.transport.batches.queue import BatchSender, MemoryBatchQueue
 from tailrace.transport.events.log import MemoryEventLog
-from tests.run.runs import ROLES, WITHOUT_MODEL, Command, command, records, tiny_settings, trained_tasks
+from tests.run.runs import ROLES, WITHOUT_MODEL, Command, command, records, role_of, tiny_settings, trained_tasks
 from tests.run.test_router_replay import save_mixtral
 from tests.support.event_files import read_events
 from tests.support.faults import Fault
@@ -257,6 +262,30 @@ def test_a_signal_in_the_pause_before_a_trainer_is_started_again_ends_the_run_wi
         assert (status, run.leftovers()) == (143, []), printed
     summary = read_summary(run.folder)
     assert summary.status is RunStatus.CANCELLED
+    assert summary.ledger.balances
+
+
+async def test_so_does_one_where_the_run_was_about_to_finish(tmp_path: Path) -> None:
+    log, events = tmp_path / "run" / "logs" / "orchestrator.log", tmp_path / "run" / "events.jsonl"
+
+    async def finish(metrics: StepMetrics) -> bool:
+        """Asks for the end while the trainer, killed twice, is not started again."""
+        for restarts in (1, 2):  # the second one pauses
+            await holds(lambda: events.read_text().count("TrainerStarted") == restarts)  # noqa: B023
+            role_of(os.getpid(), tmp_path / "run", "trainer").kill()
+            await holds(lambda: log.read_text().count("the trainer is started again") == restarts)  # noqa: B023
+        return True
+
+    async def holds(condition: Callable[[], bool]) -> None:
+        while not (condition() or running.done()):  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+
+    chosen = (*WITHOUT_MODEL, "--restarts.backoff_s", "30", "--max_steps", "100000", "--observability.live", "off")
+    running = asyncio.create_task(train(tiny_settings(*chosen, parent=tmp_path), tmp_path, callbacks=Callbacks(finish)))
+    await holds(lambda: events.is_file() and "asked for the end" in events.read_text())
+    signal.raise_signal(signal.SIGTERM)
+    summary = await running
+    assert (summary.status, summary.exit_code) == (RunStatus.CANCELLED, 143)
     assert summary.ledger.balances
 
 

@@ -109,6 +109,8 @@ class Orchestrator(WeightListener, ReplicaListener):
         self._is_interrupted = self._is_exhausted = self._is_hurried = False
         self._stop: StopRequested | None = None
         """The first request, once there is one."""
+        self._cut_short: StopRequested | None = None
+        """The first one of a run that is cancelled, or fails."""
         self._exhausted = DATA_EXHAUSTED
         """Why there is nothing more to schedule, once there is not."""
         self._scheduling: asyncio.Task[None] | None = None
@@ -142,21 +144,30 @@ class Orchestrator(WeightListener, ReplicaListener):
     async def request_stop(self, status: RunStatus, reason: str, *, hurried: bool = False) -> None:
         """Ask the trainer to end; the first request counts. A trainer that is gone is not started again for it.
 
-        A later one counts where the run was to finish, and bounds how long that may still take.
+        A later one, of a run that is cancelled or fails, counts where the run was to finish: it bounds how long that
+        may still take.
         `hurried`: who asks will end everything soon, and waits for a last save for `shutdown.grace_s` alone.
         """
         self._is_hurried = self._is_hurried or hurried
         self._roles.trainer.let_end(at_once=status is not RunStatus.FINISHED)
         if status is RunStatus.CANCELLED:
             self._is_interrupted = True
+        stop = StopRequested(epoch=self._log.epoch, role=ROLE, status=status, reason=reason)
+        is_first = self._stop is None and not self._has_ended
+        self._asked(stop)
+        if is_first:
+            await self._log.append(stop)
+
+    def _asked(self, stop: StopRequested) -> None:
+        if not self._has_ended:
+            self._stop = self._stop or stop
+            if stop.status is not RunStatus.FINISHED:
+                self._cut_short = self._cut_short or stop
         self._changed.set()
-        if self._stop is None and not self._has_ended:
-            self._stop = StopRequested(epoch=self._log.epoch, role=ROLE, status=status, reason=reason)
-            await self._log.append(self._stop)
 
     async def fail(self, error: LifecycleError) -> None:
         """End the run as failed, for a reason that no part of it raises."""
-        if (self._stop is None or self._is_finishing) and not self._has_ended:
+        if self._cut_short is None and not self._has_ended:
             self.error = error
             _logger.error("the run failed: %s", error)
             await self.request_stop(RunStatus.FAILED, str(error), hurried=True)
@@ -180,12 +191,6 @@ class Orchestrator(WeightListener, ReplicaListener):
             return f"{generators.begins_with} generators to serve; {generators.pool.serving} do"
         return f"the {'generator' if self._trainer_started else 'trainer'} to load the model"
 
-    @property
-    def _is_finishing(self) -> bool:
-        """Whether the run may take as long to end as it would after its last step, with no deadline of its own."""
-        is_to_finish = self._stop is None or self._stop.status is RunStatus.FINISHED
-        return is_to_finish and not (self._is_interrupted or self._is_hurried)
-
     # --- the event log -------------------------------------------------------------------------------------------
 
     async def _follow(self) -> TrainerEnded:
@@ -208,7 +213,7 @@ class Orchestrator(WeightListener, ReplicaListener):
                     self._observer.checkpoint_written(event.step, self.checkpoint)
                     self._roles.trainer.saved(event.step)
                 case StopRequested():
-                    self._stop = self._stop or event
+                    self._asked(event)
                     _logger.info("stopping: %s", event.reason)
                     self._stop_scheduling()
                 case TrainerEnded():
@@ -276,8 +281,11 @@ class Orchestrator(WeightListener, ReplicaListener):
 
     async def _wait_for_record(self, follower: asyncio.Task[TrainerEnded]) -> None:
         """Wait for the trainer's answer; where it is gone, too late or has nothing to save, write the record for it."""
-        stop = self._stop
-        status = RunStatus.FAILED
+        is_cut_short = self._until(lambda: self._cut_short is not None)  # till then it has all the time that it takes
+        await first_done(asyncio.wait({follower}), self._roles.trainer.gone(), is_cut_short)
+        stop, status = self._cut_short, RunStatus.FAILED
+        if follower.done():
+            return
         if stop is not None and stop.status is RunStatus.CANCELLED and self._roles.trainer.is_loading:
             status, why = stop.status, f"{stop.role}: {stop.reason}"
         elif missing := await self._unanswered(follower):
@@ -294,8 +302,6 @@ class Orchestrator(WeightListener, ReplicaListener):
     async def _unanswered(self, follower: asyncio.Task[TrainerEnded]) -> str:
         """Wait for the trainer's terminal record, until it is gone or too late; which, and empty where it answered."""
         left = asyncio.ensure_future(self._roles.trainer.gone())
-        answered = asyncio.wait({follower, left}, return_when=asyncio.FIRST_COMPLETED)
-        await first_done(answered, self._until(lambda: not self._is_finishing))
         deadline_s = self._roles.shutdown.grace_s if self._is_hurried else self._roles.shutdown.last_save_s
         await asyncio.wait({follower, left}, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
         if self._roles.trainer.has_answered:
