@@ -349,7 +349,7 @@ async def test_last_weights_that_cannot_be_read_fail_no_run_that_finished(
     if case == "removed":
         store.may_read.set()
     elif case == "interrupted":
-        outside.let_end(at_once=True)
+        outside.let_end(RunStatus.CANCELLED)
     async for event in log.follow():
         assert not isinstance(event, ModelStateDictPublished)
         if isinstance(event, TrainerEnded):
@@ -357,6 +357,29 @@ async def test_last_weights_that_cannot_be_read_fail_no_run_that_finished(
             break
     assert warning.format(folder=trainer.folder / "version_1") in caplog.text
     store.may_read.set()
+    await outside.close()
+
+
+class Deserted(Believing):
+    num_consumers = 0
+
+
+@pytest.mark.parametrize("status", [RunStatus.CANCELLED, RunStatus.FAILED])
+async def test_a_run_about_to_finish_that_is_cut_short_does_not_wait_for_a_trainer_that_is_gone(
+    status: RunStatus,
+) -> None:
+    log = MemoryEventLog("epoch")
+    outside = OutsideTrainer(MemorySampleStream(), None, log, last_read_s=PATIENCE_S)
+    outside.listen(Deserted())
+    outside.let_end()
+    await log.append(StopRequested(epoch="epoch", role="orchestrator", status=RunStatus.FINISHED, reason="no tasks"))
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert not log.has_ended  # it may come back
+    outside.let_end(status)
+    async with asyncio.timeout(PATIENCE_S):
+        ended = await anext(event async for event in log.follow() if isinstance(event, TrainerEnded))
+    assert (ended.status, ended.reason) == (status, "orchestrator: no tasks; no rank of the trainer was there")
     await outside.close()
 
 
@@ -486,6 +509,27 @@ def test_a_run_whose_trainer_is_gone_says_so_and_goes_on_when_it_is_back(tmp_pat
     summary = asyncio.run(run_with(tmp_path, program, observability=quick))
     assert (summary.status, summary.steps) == (RunStatus.FINISHED, 1)
     assert summary.ledger.by_state[TerminalState.TRAINED] == 8
+
+
+def test_so_does_one_that_is_about_to_finish(tmp_path: Path) -> None:
+    async def program(samples: MemorySampleStream) -> None:
+        heard, log = Heard("no rank of the outside trainer is there"), logging.getLogger("tailrace.reporting.live")
+        trainer = Trainer(samples, tmp_path / "weights")
+        await trainer.begin()
+        await trainer.step(1, await trainer.pull(4))
+        assert await trainer.pull(1) == []
+        assert trainer.stop is not None
+        log.addHandler(heard)
+        samples.lose("rank-0", "died")
+        await asyncio.wait_for(heard.said.wait(), PATIENCE_S)
+        log.removeHandler(heard)
+        trainer.rank = samples.join("rank-0")
+        await trainer.end()
+
+    few = [{"name": "tests.support.run_environments:words", "args": {"count": 2, "held_out": 0}}]
+    quick = {"live": "off", "report": False, "no_progress_s": 0.5}
+    summary = asyncio.run(run_with(tmp_path, program, environments=few, max_epochs=1, observability=quick))
+    assert (summary.status, summary.steps) == (RunStatus.FINISHED, 1)
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ from tailrace.reporting.gauges import (
     weights_gauge,
 )
 from tailrace.reporting.observer import MetricsListener, RunObserver
-from tailrace.reporting.run_view import RunView, Stage, snapshot
+from tailrace.reporting.run_view import RunView, snapshot
 from tailrace.reporting.sinks import JsonlSink, RolloutWriter
 from tailrace.reporting.tokens import TokenWriter
 from tailrace.reporting.trackers.hub import Trackers
@@ -154,7 +154,7 @@ class ComposedRun:
     def _waits_for_outside(self) -> str:
         """For people, where it is a trainer that is not ours."""
         orchestrator, scheduler = self.orchestrator, self.scheduler
-        if not isinstance(scheduler, FeedScheduler) or orchestrator.stage not in (Stage.STARTING, Stage.TRAINING):
+        if not isinstance(scheduler, FeedScheduler) or orchestrator.has_ended:
             return ""
         has_weights = orchestrator.installed_version >= orchestrator.version
         if has_weights or orchestrator.has_begun or self.roles.generators.router.weights.newest is not None:

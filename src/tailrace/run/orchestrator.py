@@ -97,6 +97,8 @@ class Orchestrator(WeightListener, ReplicaListener):
         """Whether rollouts are scheduled, or were."""
         self.error: BaseException | None = None
         """What failed the run."""
+        self.has_ended = False
+        """Whether the terminal record is there."""
         self.is_done = False
         """Whether `run` has ended: nothing can be asked of it any more."""
         self._roles, self._log, self._paths = roles, log, paths
@@ -114,7 +116,6 @@ class Orchestrator(WeightListener, ReplicaListener):
         self._exhausted = DATA_EXHAUSTED
         """Why there is nothing more to schedule, once there is not."""
         self._scheduling: asyncio.Task[None] | None = None
-        self._has_ended = False
         self._changed = asyncio.Event()
         self._taking_up: asyncio.Future[EarlierStarts] | None = None
         roles.generators.tell(self)
@@ -149,17 +150,17 @@ class Orchestrator(WeightListener, ReplicaListener):
         `hurried`: who asks will end everything soon, and waits for a last save for `shutdown.grace_s` alone.
         """
         self._is_hurried = self._is_hurried or hurried
-        self._roles.trainer.let_end(at_once=status is not RunStatus.FINISHED)
+        self._roles.trainer.let_end(status)
         if status is RunStatus.CANCELLED:
             self._is_interrupted = True
         stop = StopRequested(epoch=self._log.epoch, role=ROLE, status=status, reason=reason)
-        is_first = self._stop is None and not self._has_ended
+        is_first = self._stop is None and not self.has_ended
         self._asked(stop)
         if is_first:
             await self._log.append(stop)
 
     def _asked(self, stop: StopRequested) -> None:
-        if not self._has_ended:
+        if not self.has_ended:
             self._stop = self._stop or stop
             if stop.status is not RunStatus.FINISHED:
                 self._cut_short = self._cut_short or stop
@@ -167,7 +168,7 @@ class Orchestrator(WeightListener, ReplicaListener):
 
     async def fail(self, error: LifecycleError) -> None:
         """End the run as failed, for a reason that no part of it raises."""
-        if self._cut_short is None and not self._has_ended:
+        if self._cut_short is None and not self.has_ended:
             self.error = error
             _logger.error("the run failed: %s", error)
             await self.request_stop(RunStatus.FAILED, str(error), hurried=True)
@@ -177,7 +178,7 @@ class Orchestrator(WeightListener, ReplicaListener):
         """Where the run is."""
         if not self.has_begun:
             return Stage.STARTING
-        if self._has_ended:
+        if self.has_ended:
             return Stage.EVALUATING if self._evaluator.step is not None else Stage.STOPPING
         return Stage.TRAINING if self._stop is None else Stage.STOPPING
 
@@ -217,7 +218,7 @@ class Orchestrator(WeightListener, ReplicaListener):
                     _logger.info("stopping: %s", event.reason)
                     self._stop_scheduling()
                 case TrainerEnded():
-                    self._has_ended = True
+                    self.has_ended = True
                     self._changed.set()
                     return event
             self._changed.set()
@@ -385,7 +386,7 @@ class Orchestrator(WeightListener, ReplicaListener):
 
         def never_come() -> bool:
             newest = self._roles.generators.router.weights.newest
-            return self._has_ended and (newest is None or newest.version < version)
+            return self.has_ended and (newest is None or newest.version < version)
 
         await self._until(lambda: self.installed_version >= version or never_come())
         if self.installed_version < version:

@@ -92,8 +92,9 @@ class OutsideTrainer(RunTrainer):
         self._listener: FeedListener | None = None
         self._step = self._saved_step = 0
         self._weights: WeightsWritten | WeightsOffered | None = None
-        self._ends_at_once = False
         """The newest that are not published yet."""
+        self._asked = RunStatus.FINISHED
+        """How the run is to end, as its owner says."""
         self._newest_weights = -1
         self._changed = asyncio.Event()
         self._gone: asyncio.Future[TailraceError] = asyncio.get_running_loop().create_future()
@@ -104,6 +105,7 @@ class OutsideTrainer(RunTrainer):
                 (self._read_reports, "reports of the trainer"),
                 (self._publish, "weights of the trainer"),
                 (self._relay_end, "requests to stop, for the trainer"),
+                (self._end_without_trainer, "the end of a run that has no trainer"),
             )
         ]
 
@@ -150,9 +152,9 @@ class OutsideTrainer(RunTrainer):
         """The store keeps what is read, and the newest."""
 
     @override
-    def let_end(self, *, at_once: bool = False) -> None:
+    def let_end(self, status: RunStatus = RunStatus.FINISHED) -> None:
         """It ends by itself."""
-        self._ends_at_once |= at_once
+        self._asked = max(self._asked, status, key=_WORSE.index)
         self._changed.set()
 
     # --- its end -----------------------------------------------------------------------------------------------------
@@ -203,7 +205,7 @@ class OutsideTrainer(RunTrainer):
             if isinstance(report, TrainingOver):
                 return
             if isinstance(report, ConsumerLost):
-                await self._end_without_trainer()
+                self._changed.set()
         if not self._log.has_ended:
             raise TransportError("the stream of samples ended without the trainer's terminal record")
 
@@ -242,7 +244,7 @@ class OutsideTrainer(RunTrainer):
         """Waits for the last weights, which may yet be evaluated: until they are published, or cannot be in time."""
         try:
             async with asyncio.timeout(self._last_read_s):
-                await wait_until(self._changed, lambda: self._weights is None or self._ends_at_once)
+                await wait_until(self._changed, lambda: self._weights is None or self._is_cut_short)
         except TimeoutError:
             late = "the trainer's last weights, of version %d, could not be read within %g s (evaluation.finish_s)"
             _logger.warning(late, self._newest_weights, self._last_read_s)
@@ -289,25 +291,29 @@ class OutsideTrainer(RunTrainer):
         return ref
 
     async def _relay_end(self) -> None:
-        """Waits for a request to stop, and passes it on; a trainer that is not there is answered for."""
+        """Waits for a request to stop, and passes it on."""
         async for event in self._log.follow():
             if isinstance(event, StopRequested):
                 await self.samples.request_stop(event)
-                await self._end_without_trainer()
+                self._changed.set()
             elif isinstance(event, TrainerEnded):
                 self._why_closed = self._why_closed or f"the run is over: {event.status}, {event.reason}"
 
     @property
-    def _cut_short(self) -> StopRequested | None:
-        """The request to stop of a run that was cancelled, or failed."""
+    def _is_cut_short(self) -> bool:
+        """Whether the run is cancelled, or fails, though it may have been about to finish before."""
         stop = self._log.stop
-        return None if stop is None or stop.status is RunStatus.FINISHED else stop
+        return self._asked is not RunStatus.FINISHED or (stop is not None and stop.status is not RunStatus.FINISHED)
 
     async def _end_without_trainer(self) -> None:
-        """A run that was cancelled, or failed, does not wait for a trainer that is not there."""
-        is_there = self._listener is not None and self._listener.num_consumers
-        if (stop := self._cut_short) is not None and not is_there:
-            await self._end(stop.status, "no rank of the trainer was there")
+        """Waits until a run that is cut short has no trainer that could answer, and ends it."""
+
+        def is_alone() -> bool:
+            is_there = self._listener is not None and self._listener.num_consumers
+            return self._is_cut_short and self._log.stop is not None and not (is_there or self.has_answered)
+
+        await wait_until(self._changed, is_alone)
+        await self._end(self._asked, "no rank of the trainer was there")
 
     async def _end(self, status: RunStatus, reason: str) -> None:
         """The terminal record. Where a stop was asked for, the trainer does not make a success of it."""

@@ -93,10 +93,10 @@ class RunTrainer(ABC):
         """The newest weights are those of the life that trains: nobody needs those of earlier ones."""
 
     @abstractmethod
-    def let_end(self, *, at_once: bool = False) -> None:
-        """Training is about to end: from now on the trainer is not started again.
+    def let_end(self, status: RunStatus = RunStatus.FINISHED) -> None:
+        """Training is about to end, so that the run has this status: the trainer is not started again.
 
-        `at_once`: the run is cancelled or failed, and nothing that comes after training is waited for.
+        Where the run is cancelled or fails, nothing that comes after training is waited for.
         """
 
     @abstractmethod
@@ -199,7 +199,7 @@ class TrainerLives(RunTrainer):
             self._first_kept_life = 0
 
     @override
-    def let_end(self, *, at_once: bool = False) -> None:
+    def let_end(self, status: RunStatus = RunStatus.FINISHED) -> None:
         self._is_over = True
 
     # --- its end -----------------------------------------------------------------------------------------------------
