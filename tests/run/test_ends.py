@@ -108,6 +108,7 @@ async def test_a_last_save_that_hangs_is_given_up_once_a_run_that_finishes_is_as
         await running
     summary = read_summary(tmp_path / "run")
     assert (summary.status, summary.exit_code, summary.steps) == (RunStatus.FAILED, 1, 3)
+    assert events.read_text().count("TrainerEnded") == 1
     assert reason in summary.reason
 
 

@@ -98,6 +98,14 @@ async def test_an_event_of_another_epoch_is_refused(events: Log) -> None:
     assert await anext(events.log.follow()) == trained(2)
 
 
+async def test_a_second_terminal_record_is_refused(events: Log) -> None:
+    ended = TrainerEnded(epoch=EPOCH, status=RunStatus.CANCELLED, step=0, reason="so")
+    await events.log.append(ended)
+    with pytest.raises(TransportError, match="takes no second one"):
+        await events.log.append(ended)
+    await events.log.append(trained(1))
+
+
 async def test_a_closed_log_takes_nothing(events: Log) -> None:
     await events.log.close()
     await events.log.close()

@@ -42,8 +42,8 @@ class EventLog(Protocol):
     async def append(self, event: Event) -> None:
         """Return once the event is logged; every follower sees it.
 
-        Raises `TransportError` when the log is closed, the event is of another epoch or cannot be stored, and
-        `PeerGone` when the process that holds the log ended.
+        Raises `TransportError` when the log is closed, the event is of another epoch, cannot be stored or is a second
+        terminal record, and `PeerGone` when the process that holds the log ended.
         """
         ...
 
@@ -148,6 +148,10 @@ class MemoryEventLog(EventLog):
     def _require_acceptable(self, event: Event) -> None:
         if not self._takes_more:
             raise TransportError(f"the event log is closed and takes no {type(event).__name__}")
+        if self.has_ended and isinstance(event, TrainerEnded):
+            raise TransportError("the event log has its terminal record and takes no second one")
+        if self.has_ended and isinstance(event, TrainerEnded):
+            raise TransportError("the event log has the trainer's terminal record, and takes no second one")
         if event.epoch != self.epoch:
             raise TransportError(
                 f"{type(event).__name__} of epoch {event.epoch!r} refused: this run's epoch is {self.epoch!r}"
