@@ -275,7 +275,7 @@ async def test_a_run_whose_process_stood_still_for_longer_than_the_watchdog_wait
     until = tmp_path / "go on"
     held = (*environment("held"), "--environment.args.until", str(until))
     running = asyncio.create_task(run_inline(tmp_path, *held, "--observability.watchdog_s", "5", "--max_steps", "1"))
-    while not Path(f"{until}.awaited").exists():  # noqa: ASYNC110
+    while not (running.done() or Path(f"{until}.awaited").exists()):  # noqa: ASYNC110
         await asyncio.sleep(0.01)
     await asyncio.sleep(0.5)  # the watchdog sees that nothing moves
     asyncio.get_running_loop().call_soon(time.sleep, 5.5)  # as if the process were suspended
