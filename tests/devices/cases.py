@@ -64,7 +64,7 @@ def test_the_engine_steps(dtype: str) -> None:
 def test_new_weights_go_from_trainer_to_engine(
     dtype: str, lora: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tailrace.training.trainer.load_causal_lm", load)
+    take_models_by_name(monkeypatch)
     with stand_in_gpu():
         settings = TrainerSettings.model_validate({"device": "cuda", "dtype": dtype, "lora": lora})
         trainer = Trainer(settings, model_name="qwen3", max_steps=10, max_staleness=4)
@@ -127,7 +127,7 @@ STEPS = [  # `head_dtype` is read under bfloat16 alone
 def test_the_trainer_steps(
     model: str, dtype: str, head_dtype: str, gradient_checkpointing: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tailrace.training.trainer.load_causal_lm", load)
+    take_models_by_name(monkeypatch)
     settings = TrainerSettings(
         device="cuda", dtype=dtype, head_dtype=head_dtype, gradient_checkpointing=gradient_checkpointing
     )
@@ -150,8 +150,7 @@ def test_the_trainer_steps(
 def test_components_keep_to_the_device_and_never_wait_for_it(
     loss: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("trainer", "model.reference"):
-        monkeypatch.setattr(f"tailrace.training.{module}.load_causal_lm", load)
+    take_models_by_name(monkeypatch)
     components = {"reference_kl": {"coefficient": 0.1}, "cross_entropy": {"coefficient": 0.1}}
     settings = TrainerSettings.model_validate({"device": "cuda", "loss": {**loss, **components}})
     with stand_in_gpu() as gpu:
@@ -167,7 +166,7 @@ def test_components_keep_to_the_device_and_never_wait_for_it(
 
 
 def test_by_itself_the_trainer_computes_in_16_bits_and_shared_prompts_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tailrace.training.trainer.load_causal_lm", load)
+    take_models_by_name(monkeypatch)
     settings, loss = TrainerSettings(device="cuda"), load_loss(settings_of("clipped_ratio"))
     assert (settings.chosen_dtype, settings.chosen_head_dtype) == ("bfloat16", "bfloat16")
     batches = [
@@ -209,6 +208,12 @@ def test_no_loss_waits_for_the_device(name: str, added: dict[str, object]) -> No
         sums.add(output, micro_batch)
         assert gpu.reads == before
         assert hidden.grad is not None
+
+
+def take_models_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("trainer", "model.reference"):
+        monkeypatch.setattr(f"tailrace.training.{module}.load_causal_lm", load)
+    monkeypatch.setattr("tailrace.training.trainer.read_tokenizer", lambda name: {})
 
 
 def load(name: str, *, dtype: str, device: str) -> PreTrainedModel:

@@ -15,9 +15,9 @@ import pytest
 
 from tailrace.errors import DataError
 from tailrace.run.folder import open_run_folder, record_settings
-from tests.lifecycle.test_resources import DIES_WITH_RESOURCES
 from tests.run.runs import IMPORTS, PATIENCE_S, TINY, command, environment, run_inline, tiny_settings
 from tests.support.descendants import still_run
+from tests.transport.test_owned_folders import DIES_WITH_RESOURCES
 
 pytestmark = pytest.mark.skipif(not Path("/proc").exists(), reason="looks at processes through /proc")
 
