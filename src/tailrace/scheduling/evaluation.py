@@ -27,9 +27,6 @@ from tailrace.scheduling.backoff import Backoff
 from tailrace.scheduling.groups import UNSCORED, GroupRunner
 from tailrace.scheduling.settings import EvaluationSettings, SchedulingSettings
 
-UNFINISHED = "unfinished"
-"""The reason of rollouts that had not ended when the last evaluation's time was over."""
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EvaluationResult:
@@ -101,39 +98,29 @@ class _Walk:
         self._tasks, self._runner, self._name, self._on_ended = tasks, runner, name, on_ended
         self._max_retries, self._max_failing_s = scheduling.max_retries, scheduling.max_failing_s
         self._backoff, self._now_s = Backoff(), asyncio.get_running_loop().time
-        self._since_s = self._now_s()
+        self._is_patient = True
         self._tallies: dict[str, _Tally] = {}
         self._slots, self._concurrency = asyncio.Semaphore(0), 0
-        self.ended: set[int] = set()
-        """Numbers of the tasks whose rollout finished or was lost."""
+        self.ended = 0
+        """Rollouts finished or lost."""
 
-    async def run(self, concurrency: int) -> None:
+    async def run(self, concurrency: int) -> dict[str, EvaluationResult]:
         self.widen(concurrency)
         async with asyncio.TaskGroup() as running:
             for number, task in enumerate(self._tasks):
                 await self._slots.acquire()
                 running.create_task(self._measure(task, number))
-
-    def results(self) -> dict[str, EvaluationResult]:
-        """By environment, of what has ended."""
         return {environment: tally.result() for environment, tally in self._tallies.items()}
-
-    @property
-    def lasted_s(self) -> float:
-        """Since it began."""
-        return self._now_s() - self._since_s
-
-    def lose_rest(self, tasks: Sequence[Task]) -> None:
-        """Count those of its tasks that have not ended as lost."""
-        for number, task in enumerate(tasks):
-            if number not in self.ended:
-                self._tallies.setdefault(task.environment, _Tally()).failed[UNFINISHED] += 1
 
     def widen(self, concurrency: int) -> None:
         """Run at least `concurrency` tasks at a time from now on."""
         for _ in range(self._concurrency, concurrency):
             self._slots.release()
         self._concurrency = max(self._concurrency, concurrency)
+
+    def hurry(self) -> None:
+        """Nothing is tried again from now on, and no outage waited for: the rest may have little time."""
+        self._is_patient, self._max_retries = False, 0
 
     async def _measure(self, task: Task, number: int) -> None:
         tally = self._tallies.setdefault(task.environment, _Tally())
@@ -143,7 +130,7 @@ class _Walk:
                 tally.failed[UNSCORED] += 1
         except (RolloutError, RequestRefused) as error:
             tally.failed[error.reason] += 1
-        self.ended.add(number)
+        self.ended += 1
         if self._on_ended is not None:
             self._on_ended()
         self._slots.release()
@@ -196,7 +183,7 @@ class _Walk:
 
     def _is_waited_for(self, environment: str) -> bool:
         lasted_s = self._backoff.outages_s(now_s=self._now_s()).get(environment)
-        return lasted_s is not None and lasted_s < self._max_failing_s
+        return self._is_patient and lasted_s is not None and lasted_s < self._max_failing_s
 
 
 async def evaluate(
@@ -212,9 +199,7 @@ async def evaluate(
     `scheduling` says how often one that failed is tried again, and how long an outage is waited for. `on_ended` is
     called for each rollout that finished or was lost for good.
     """
-    walk = _Walk(tasks, runner, scheduling, "eval", on_ended)
-    await walk.run(concurrency)
-    return walk.results()
+    return await _Walk(tasks, runner, scheduling, "eval", on_ended).run(concurrency)
 
 
 class Evaluator:
@@ -241,7 +226,8 @@ class Evaluator:
         self.step: int | None = None
         """Of the evaluation that runs, or waits for its weights; None while there is none."""
         self._walk: _Walk | None = None
-        """What runs, until its result is told."""
+        self._is_last = False
+        """Training is over."""
         self._wake, self._idle = asyncio.Event(), asyncio.Event()
         self._idle.set()
         self._coalesced = 0
@@ -283,7 +269,7 @@ class Evaluator:
     @property
     def ended(self) -> int:
         """Rollouts of the running evaluation that finished or were lost."""
-        return len(self._walk.ended) if self._walk else 0
+        return self._walk.ended if self._walk else 0
 
     async def run(self, installed: Callable[[int], Awaitable[bool]]) -> None:
         """Evaluate what falls due until cancelled; `installed` waits until weights of a version, or newer ones, serve.
@@ -304,31 +290,25 @@ class Evaluator:
                 self._idle.set()
 
     async def finish(self) -> None:
-        """Training is over: wait up to `finish_s` for what is due or runs, now in all slots.
-
-        Of one that is not done by then, what has ended is told, and the rest counted as lost.
-        """
-        self._slots = self._max_running
+        """Training is over: wait up to `finish_s` for what is due or runs, now in all slots."""
+        self._slots, self._is_last = self._max_running, True
         if self._walk is not None:
             self._walk.widen(self._slots)
+            self._walk.hurry()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._settings.finish_s):
                 await self._idle.wait()
-        if self._walk is not None and self._walk.ended:
-            self._walk.lose_rest(self._tasks)
-            self._tell()
 
     async def _evaluate(self, step: int) -> None:
-        self._walk = _Walk(self._tasks, self._runner, self._scheduling, f"eval-{step}")
+        clock = asyncio.get_running_loop().time
+        since = clock()
+        self._walk = walk = _Walk(self._tasks, self._runner, self._scheduling, f"eval-{step}")
+        if self._is_last:
+            walk.hurry()
         self._lend(self._slots)
         try:
-            await self._walk.run(self._slots)
+            results = await walk.run(self._slots)
         finally:
             self._lend(0)
-        self._tell()
-
-    def _tell(self) -> None:
-        """The result of what runs, once."""
-        if self._walk is not None and self.step is not None:
-            walk, self._walk = self._walk, None
-            self._on_result(Evaluation(self.step, walk.results(), walk.lasted_s, self._coalesced))
+            self._walk = None
+        self._on_result(Evaluation(step, results, clock() - since, self._coalesced))

@@ -143,9 +143,9 @@ class EvaluationSettings(BaseModel):
     finish_s: float = Field(
         600.0,
         ge=0,
-        description="Seconds that an evaluation may go on, in all slots, once training is finished; then what has"
-        " ended of it is its result, and the rest is lost. When training is stopped or fails, it is cancelled at once."
-        " The last weights of a trainer outside may be read for as long before.",
+        description="Seconds that an evaluation may go on, in all slots, once training is finished; then it is"
+        " cancelled, as it is at once when training is stopped or fails. The last weights of a trainer outside may be"
+        " read for as long before.",
     )
 
     def slots(self, max_running: int) -> int:
