@@ -51,11 +51,15 @@ class Plan:
 
 
 def plan_run(settings: RunSettings, num_tasks: Mapping[str, int]) -> Plan:
-    """Derive the budgets. `num_tasks` counts each environment's training tasks, by its id."""
+    """Derive the budgets. `num_tasks` counts each environment's training tasks, by its id.
+
+    Raises `SettingsError` where the learning rate would have fallen before it has risen, and the run goes on then.
+    """
     batch_size, max_staleness = settings.scheduling.batch_size, settings.max_staleness
     sizes = dict(zip(num_tasks, map(settings.group_size, settings.environments), strict=True))
     steps_per_epoch = sum(count * sizes[name] for name, count in num_tasks.items()) / batch_size
     expected_steps = min(settings.max_steps or float("inf"), steps_per_epoch * (settings.max_epochs or float("inf")))
+    _require_decay_after_warmup(settings, expected_steps)
     budget = settings.scheduling.staleness_budget(max_staleness)
     over = settings.scheduling.over_sampling
     max_running = min(settings.max_running, budget if over == 1 else int(over * batch_size))
@@ -77,26 +81,25 @@ def plan_run(settings: RunSettings, num_tasks: Mapping[str, int]) -> Plan:
 
 
 def with_decay_end(settings: RunSettings, plan: Plan) -> RunSettings:
-    """The settings, with the step at which the learning rate has fallen where epochs may end the run.
-
-    Raises `SettingsError` where it would have fallen before it has risen, and the run goes on from there.
-    """
+    """The settings, with the step at which the learning rate has fallen where epochs may end the run."""
     trainer = settings.trainer
-    if trainer.decay == "constant":
-        return settings
-    if trainer.decay_steps is not None:
-        if trainer.decay_steps <= trainer.warmup_steps < plan.expected_steps:
-            raise SettingsError(
-                f"trainer.decay_steps = {trainer.decay_steps} is the step at which the learning rate has fallen, and "
-                f"with trainer.warmup_steps = {trainer.warmup_steps} it rises until then: write more decay_steps, or "
-                "fewer warmup_steps",
-                key=("trainer", "decay_steps"),
-            )
-        return settings
-    if not settings.max_epochs:
+    if trainer.decay == "constant" or trainer.decay_steps is not None or not settings.max_epochs:
         return settings
     end = trainer.model_copy(update={"decay_steps": math.ceil(plan.expected_steps)})
     return settings.model_copy(update={"trainer": end})
+
+
+def _require_decay_after_warmup(settings: RunSettings, expected_steps: float) -> None:
+    trainer = settings.trainer
+    if trainer.decay == "constant" or trainer.decay_steps is None:
+        return
+    if trainer.decay_steps <= trainer.warmup_steps < expected_steps:
+        raise SettingsError(
+            f"trainer.decay_steps = {trainer.decay_steps} is the step at which the learning rate has fallen, and with "
+            f"trainer.warmup_steps = {trainer.warmup_steps} it rises until then: write more decay_steps, or fewer "
+            "warmup_steps",
+            key=("trainer", "decay_steps"),
+        )
 
 
 def _end(settings: RunSettings, steps_per_epoch: float, expected_steps: float) -> list[str]:

@@ -111,7 +111,7 @@ class MemoryEventLog(EventLog):
         self.epoch = epoch
         """Events of others are refused."""
         self.closed = False
-        self._takes_more = True
+        self._takes_more = self._takes_end = True
         self.has_ended = False
         """Whether the terminal record is there."""
         self.stop: StopRequested | None = None
@@ -121,7 +121,7 @@ class MemoryEventLog(EventLog):
 
     @override
     async def append(self, event: Event) -> None:
-        self._require_acceptable(event)
+        self._accept(event)
         self._tell(event)
 
     def _tell(self, event: Event) -> None:
@@ -145,17 +145,18 @@ class MemoryEventLog(EventLog):
         self._takes_more, self.closed = False, True
         self._changed.set()
 
-    def _require_acceptable(self, event: Event) -> None:
+    def _accept(self, event: Event) -> None:
+        """Raises `TransportError` for what is not taken: a second terminal record, too, while the first is written."""
         if not self._takes_more:
             raise TransportError(f"the event log is closed and takes no {type(event).__name__}")
-        if self.has_ended and isinstance(event, TrainerEnded):
-            raise TransportError("the event log has its terminal record and takes no second one")
-        if self.has_ended and isinstance(event, TrainerEnded):
-            raise TransportError("the event log has the trainer's terminal record, and takes no second one")
         if event.epoch != self.epoch:
             raise TransportError(
                 f"{type(event).__name__} of epoch {event.epoch!r} refused: this run's epoch is {self.epoch!r}"
             )
+        if isinstance(event, TrainerEnded):
+            if not self._takes_end:
+                raise TransportError("the event log has its terminal record and takes no second one")
+            self._takes_end = False
 
 
 class FileEventLog(MemoryEventLog):
@@ -202,7 +203,7 @@ class FileEventLog(MemoryEventLog):
 
     async def _write_and_tell(self, event: Event) -> None:
         """The one thread keeps the order of events, in the file and, unless the disk hangs, as they are told."""
-        self._require_acceptable(event)
+        self._accept(event)
         line = msgspec.json.encode(event) + b"\n"
         writing = asyncio.get_running_loop().run_in_executor(self._thread, self._write, line)
         is_end = isinstance(event, StopRequested | TrainerEnded)

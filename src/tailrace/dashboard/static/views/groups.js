@@ -8,7 +8,7 @@ import { amend, go, to } from "../places.js";
 import { chosenStep, stepPicker } from "../steps.js";
 
 export async function show(target, context) {
-  const { run, detail, parameters, alive } = context, { note } = detail; // before what it tells of is asked for
+  const { run, detail, parameters, alive } = context, taken = takenIn(detail); // before what it tells of is asked for
   if (!detail.steps.length && !detail.evaluations.length) {
     target.append(h("div", { class: "panel empty" }, detail.row.state === "running" ? "No step has ended yet: its groups appear here." : "This run has no rollouts (observability.rollouts_every_steps is 0, or none ended)."));
     document.addEventListener("run", () => { if (detail.steps.length || detail.evaluations.length) again(); }, { signal: alive });
@@ -78,12 +78,14 @@ export async function show(target, context) {
   draw();
   document.addEventListener("run", () => {
     const isOther = parameters.step === undefined && kind === "step" && detail.steps.at(-1) !== step;
-    const tookInMore = detail.row.state === "read" && detail.note !== note;
+    const tookInMore = detail.row.state === "read" && takenIn(detail) !== taken;
     if ((isOther || tookInMore) && !isTyped()) again();
   }, { signal: alive });
 }
 
 const again = () => dispatchEvent(new CustomEvent("again"));
+
+const takenIn = ({ note, row }) => `${note} ${row.changed_s}`; // of another library's file: how far, and of which moment
 
 function rewardColor(reward, low, high) {
   const share = high > low ? (reward - low) / (high - low) : 0.5;
