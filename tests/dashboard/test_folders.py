@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -15,11 +14,6 @@ from tailrace.records import RunStatus
 from tests.support.made_runs import MadeRun
 
 
-def own(folder: Path, pid: int) -> None:
-    owner = {"pid": pid, "host": socket.gethostname(), "kernel": "k", "started_at": "2026-01-01T00:00:00+00:00"}
-    (folder / "owner.json").write_bytes(msgspec.json.encode(owner))
-
-
 def state_of(folder: Path) -> RunState:
     (row,) = RunTable().rows(find_runs(folder))
     return row.state
@@ -28,14 +22,14 @@ def state_of(folder: Path) -> RunState:
 def test_how_a_run_stands(tmp_path: Path) -> None:
     run = MadeRun(folder=tmp_path / "run")
     run.write_steps(3)
-    own(run.folder, os.getpid())
+    run.own(os.getpid())
     assert state_of(run.folder) is RunState.RUNNING
     then_s = time.time() - 600
     os.utime(run.folder / "owner.json", (then_s, then_s))  # before a reboot, say: another process has the number
     assert state_of(run.folder) is RunState.CRASHED
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
-    own(run.folder, ended.pid)
+    run.own(ended.pid)
     assert state_of(run.folder) is RunState.CRASHED
     (run.folder / "owner.json").unlink()
     assert state_of(run.folder) is RunState.CRASHED
@@ -47,7 +41,7 @@ def test_a_run_that_was_resumed_and_killed_is_not_called_finished(tmp_path: Path
     run = MadeRun(folder=tmp_path / "run").write_all()
     (row,) = RunTable().rows(find_runs(run.folder))
     assert (row.state, row.reason) == (RunState.FINISHED, "max_steps reached")
-    own(run.folder, 2**22 + 1)
+    run.own(2**22 + 1)
     (row,) = RunTable().rows(find_runs(run.folder))
     assert (row.state, row.reason) == (RunState.CRASHED, "")  # that of the start before says nothing of this one
 

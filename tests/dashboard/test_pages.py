@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import subprocess
 import sys
 import threading
@@ -499,8 +498,7 @@ def test_a_live_run_grows_on_the_page_and_its_end_by_a_kill_is_seen(tmp_path: Pa
     run.write_steps(3)
     run.write_trace(joined=False)
     holder = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    owner = {"pid": holder.pid, "host": socket.gethostname(), "kernel": "", "started_at": ""}
-    (run.folder / "owner.json").write_bytes(msgspec.json.encode(owner))
+    run.own(holder.pid)
     try:
         with dashboard(tmp_path / "runs") as link:
             page.open(f"{link}#/run/live/curves")
@@ -529,8 +527,7 @@ def test_a_step_that_was_chosen_stays_while_its_run_goes_on(tmp_path: Path, page
     run = MadeRun(folder=tmp_path / "live")
     run.write_steps(3)
     run.write_trace(joined=False)
-    owner = {"pid": os.getpid(), "host": socket.gethostname(), "kernel": "", "started_at": ""}
-    (run.folder / "owner.json").write_bytes(msgspec.json.encode(owner))
+    run.own(os.getpid())
     asked: list[str] = []
     page.page.clock.install()
     with dashboard(run.folder) as link:
@@ -556,8 +553,7 @@ def test_an_open_page_notices_that_its_run_is_resumed(tmp_path: Path, page: Watc
     with dashboard(run.folder) as link:
         page.open(f"{link}#/run/run/{view}")
         assert page.page.evaluate("document.querySelector('#state').textContent") == "finished"
-        owner = {"pid": os.getpid(), "host": socket.gethostname(), "kernel": "", "started_at": ""}
-        (run.folder / "owner.json").write_bytes(msgspec.json.encode(owner))
+        run.own(os.getpid())
         page.page.clock.run_for(21_000)
         page.until("document.querySelector('#state').textContent === 'running'")
         run.write_steps(1)
@@ -602,8 +598,7 @@ def test_what_is_typed_into_a_view_stays_while_its_run_goes_on(tmp_path: Path, p
     run = MadeRun(folder=tmp_path / "live")
     run.write_steps(3)
     run.write_trace(joined=False)
-    owner = {"pid": os.getpid(), "host": socket.gethostname(), "kernel": "", "started_at": ""}
-    (run.folder / "owner.json").write_bytes(msgspec.json.encode(owner))
+    run.own(os.getpid())
     step = "document.querySelector('input[aria-label=Step]').value"
     page.page.clock.install()
     with dashboard(run.folder) as link:
@@ -671,8 +666,7 @@ class Answers(BaseHTTPRequestHandler):
 def test_the_running_policy_answers_in_the_view_of_tokens(tmp_path: Path, page: Watched) -> None:
     run = MadeRun(folder=tmp_path / "live")
     run.write_steps(1)
-    owner = {"pid": os.getpid(), "host": socket.gethostname(), "kernel": "", "started_at": ""}
-    (run.folder / "owner.json").write_bytes(msgspec.json.encode(owner))
+    run.own(os.getpid())
     with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as gateway, dashboard(tmp_path / "live") as link:
         threading.Thread(target=gateway.serve_forever, daemon=True).start()
         access = {"url": f"http://127.0.0.1:{gateway.server_port}", "key": "claims", "policy_key": "policy's"}

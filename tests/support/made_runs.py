@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,6 +112,11 @@ class MadeRun:
             RunSummary(name=self.folder.name, status=status, reason="max_steps reached", steps=self.step),
         )
         return self
+
+    def own(self, pid: int) -> None:
+        """The process that the run goes on in, while it is there."""
+        owner = {"pid": pid, "host": socket.gethostname(), "kernel": "", "started_at": ""}
+        (self.folder / "owner.json").write_bytes(msgspec.json.encode(owner))
 
     def _event(self, event: Event) -> None:
         with (self.folder / "events.jsonl").open("ab") as file:
