@@ -4,16 +4,17 @@
     python benchmarks/trainer.py [--json] [--quick] [--case small-float32-natural ...] [--sweep]
 
     small      the Qwen3 of 3.4 million parameters;                smollm2   a Llama of SmolLM2-135M's shape
-    natural    completions of 200 tokens on average, 256 at most;  long      2,000 on average, 8,192 at most
+    natural    completions of 200 tokens on average, 256 at most;  long      drawn from a mean of 2,000, 8,192 at most
     logits     what the head holds of logits, from rows of 1k to 16k tokens, at vocabularies of 1k and 152k
     ranks      two gloo ranks on a core each against one rank on one core, in wall time
 
-One optimizer step over random tokens: forward, loss, backward, clip, AdamW. Figures are trained completion tokens per
-CPU-second of one thread, medians of the measured steps. `mfu` is the CPU time of a step that only multiplied (the
-model's own matrices, each by the faster of two libraries, and attention at the same rate) over that of the step. TRL
-pads all of a batch to its longest. `--sweep` tries its settings instead: per-device batches, then eager attention and
-glibc's own allocator at the best of them; the best three run twice more, in turns, and the best median is marked. What
-it came to stands in `TRL_TUNED`.
+Optimizer steps over random tokens: forward, loss, backward, clip, AdamW. Figures are the trained completion tokens of
+all measured steps over their CPU time, one thread. `mfu` is the CPU time of steps that only multiplied (the model's own
+matrices, each by the faster of two libraries, and attention at the same rate) over that of the steps. TRL pads all
+completions of an optimizer step to the longest of them, whatever the per-device batch: they are one generation. `long`
+loads are few draws, whose mean and longest stand in their row. `--sweep` tries TRL's settings instead: per-device
+batches, then eager attention and glibc's own allocator at the best of them; the best three run twice more, in turns,
+and the best median is marked. What it came to stands in `TRL_TUNED`.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ TRL_TUNED = {
     "smollm2-bfloat16-long": replace(_KEEPS, micro_batch=1),
 }
 """The best of `--sweep` for `small` with natural lengths and for `smollm2-bfloat16-natural`; the others of `smollm2`
-were not swept. Long rows have a batch of one, which leaves nothing to pad."""
+were not swept. Long rows get a batch of one, of which each sample is still as long as the longest of its step."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,13 @@ class StepRow:
     model: str
     precision: str
     tokens: int
-    """Trained completion tokens of a step."""
+    """Trained completion tokens of all measured steps."""
+    mean_tokens: float
+    """Of a completion."""
+    longest_tokens: int
+    """Completion."""
+    trl_padded_tokens: int
+    """What TRL computes for `tokens`: each step's rollouts times the longest of the step."""
     tokens_per_cpu_s: float
     mfu: float
     target_mfu: float
@@ -132,10 +139,10 @@ class SweepRow:
     micro_batch: int
     attention: str
     our_allocator: bool
-    steps: int
+    runs: int
     """That were measured."""
     trl_tokens_per_cpu_s: float | None
-    """None where TRL could not run it."""
+    """By the median run; None where TRL could not run it."""
     best: bool
 
 
@@ -174,16 +181,20 @@ class Bench:
         require_peer()
         model, precision, _ = case.split("-")
         job = self.job(case)
+        steps = measured_lengths(job)
+        lengths = [length for step in steps for length in step]
         ours = self.ours(job)
-        cpu_s = statistics.median(ours["cpu_s"])
-        tokens = ours["tokens"][0]
-        trl_s = statistics.median(self.trl(job, TRL_TUNED[case]))
+        cpu_s, tokens = sum(ours["cpu_s"]), sum(ours["tokens"])
+        trl_s = sum(self.trl(job, TRL_TUNED[case]))
         mfu, ratio = ours["floor_s"] / cpu_s, trl_s / cpu_s
         return StepRow(
             case=case,
             model=model,
             precision=precision,
             tokens=tokens,
+            mean_tokens=statistics.mean(lengths),
+            longest_tokens=max(lengths),
+            trl_padded_tokens=sum(len(step) * max(step) for step in steps),
             tokens_per_cpu_s=tokens / cpu_s,
             mfu=mfu,
             target_mfu=TARGET_MFU[precision],
@@ -197,8 +208,8 @@ class Bench:
         """Of one case, in the order that they were tried in."""
         require_peer()
         job = self.job(case)
-        lengths = [len(one) for group in job["batches"][1] for one in group["completions"]]
-        sizes = [size for size in (1, 2, 4, 8, 16, 32, 64) if len(lengths) % size == 0]
+        steps = measured_lengths(job)
+        sizes = [size for size in (1, 2, 4, 8, 16, 32, 64) if len(steps[0]) % size == 0]
         if self.is_long(case):
             sizes = [size for size in sizes if size <= 4]
         found: dict[Tuning, list[float]] = {}
@@ -212,13 +223,14 @@ class Bench:
         for tuning in finalists * FINAL_TURNS:
             self.try_out(job, tuning, found)
         best = min(finalists, key=lambda one: typical_s(found[one]))
-        return [sweep_row(case, one, times, sum(lengths), one == best) for one, times in found.items()]
+        tokens = sum(map(sum, steps))
+        return [sweep_row(case, one, times, tokens, one == best) for one, times in found.items()]
 
     def try_out(self, job: dict[str, Any], tuning: Tuning, found: dict[Tuning, list[float]]) -> None:
-        """Add the steps of one setting; none where TRL cannot run it."""
+        """Add the CPU seconds of one more run of a setting; none where TRL cannot run it."""
         times = found.setdefault(tuning, [])
         try:
-            times += self.trl(job, tuning)
+            times.append(sum(self.trl(job, tuning)))
         except SystemExit as failure:
             progress(str(failure)[-600:])
         progress(f"{times} with {tuning}")
@@ -293,12 +305,12 @@ class Bench:
 
 
 def typical_s(times: list[float]) -> float:
-    """Seconds of a step; endless where there is none."""
+    """Seconds of a run; endless where there is none."""
     return statistics.median(times) if times else math.inf
 
 
 def sweep_row(case: str, tuning: Tuning, times: list[float], tokens: int, best: bool) -> SweepRow:
-    """`tokens` are those of a step."""
+    """`tokens` are those of a run."""
     rate = tokens / typical_s(times) if times else None
     return SweepRow(case, tuning.micro_batch, tuning.attention, tuning.has_our_allocator, len(times), rate, best=best)
 
@@ -325,6 +337,11 @@ def run_all(commands: list[list[str]], variables: dict[str, str]) -> None:
         output, _ = process.communicate()
         if process.returncode:
             sys.exit(f"{' '.join(command)} failed with status {process.returncode}:\n{output[-4000:]}")
+
+
+def measured_lengths(job: dict[str, Any]) -> list[list[int]]:
+    """Of the completions, step by step; the first batch is for warming up."""
+    return [[len(one) for group in batch for one in group["completions"]] for batch in job["batches"][1:]]
 
 
 def warm_up(load: Load) -> Load:

@@ -20,7 +20,7 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,7 +76,7 @@ def main() -> None:
     figures: dict[str, Any] = {"cpu_s": cpu_s, "wall_s": time.perf_counter() - began_s}
     figures["tokens"] = [batch.summary.loss_tokens for batch in planned[1:]]
     if job["floor"]:
-        figures["floor_s"] = floor_s(job, planned[-1])
+        figures["floor_s"] = floor_s(job, planned[1:])
     if ranks.rank == 0:
         Path(job["figures"]).write_text(json.dumps(figures))
 
@@ -159,29 +159,27 @@ class Product:
         return (forward + of_inputs + of_matrix) * self.rows / rows
 
 
-def floor_s(job: dict[str, Any], batch: PlannedBatch) -> float:
-    """CPU seconds of a step that only multiplied: the model's matrices, and attention at their mean rate.
+def floor_s(job: dict[str, Any], batches: Sequence[PlannedBatch]) -> float:
+    """CPU seconds of steps that only multiplied: the model's matrices, and attention at their mean rate.
 
     Attention is 6 layers heads head_size operations per token and token of its sample, which is the lower triangle of
     scores and values, forward and backward. Tokens that samples share count once, since they are computed once.
     """
     model = load_causal_lm(job["model"], dtype="float32")
     config = model.config
-    loss_rows = int(batch.summary.loss_tokens)
+    rows, loss_rows = sum(map(computed_tokens, batches)), sum(batch.summary.loss_tokens for batch in batches)
     dtype = getattr(torch, job["precision"])
     shapes = Counter(
         tuple(module.weight.shape) for module in model.base_model.modules() if isinstance(module, torch.nn.Linear)
     )
-    products = [
-        (Product(outputs, inputs, computed_tokens(batch), dtype), count) for (outputs, inputs), count in shapes.items()
-    ]
+    products = [(Product(outputs, inputs, rows, dtype), count) for (outputs, inputs), count in shapes.items()]
     # Logits are float32 unless trainer.head_dtype says otherwise.
     products.append((Product(config.vocab_size, config.hidden_size, loss_rows, torch.float32), 1))
     flops = sum(product.flops * count for product, count in products)
     product_s = sum(product.measured_s() * count for product, count in products)
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     per_pair = 6.0 * config.num_hidden_layers * config.num_attention_heads * head_size
-    attention = per_pair * float(np.square(batch.lengths.astype(np.float64)).sum())
+    attention = per_pair * sum(float(np.square(batch.lengths.astype(np.float64)).sum()) for batch in batches)
     return product_s * (1 + attention / flops)
 
 
