@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import math
 import threading
+import time
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -150,6 +151,21 @@ async def test_what_is_published_is_what_was_trained(world: World) -> None:
         assert tensors.version == 1
         for name, tensor in world.trainer.snapshot().wait().items():
             assert torch.equal(tensors[name], tensor)
+
+
+async def test_publishing_counts_the_time_in_which_weights_are_converted(world: World) -> None:
+    class ConvertingTrainer(Trainer):
+        def snapshot(self, dtype: Literal["float32", "bfloat16"] = "float32", *, stays: bool = False) -> Snapshot:
+            time.sleep(0.2)
+            return super().snapshot(dtype, stays=stays)
+
+    world.kind = ConvertingTrainer
+    running = world.run(max_steps=1)
+    await world.send(build_batch(step=1))
+    trained = await world.until(StepTrained)
+    await running
+    assert isinstance(trained, StepTrained)
+    assert trained.metrics["training/publish_s"] >= 0.2
 
 
 def detaching(copied: threading.Event) -> type[Trainer]:

@@ -256,7 +256,7 @@ _ROWS = (
     ("training/mfu", "1", _LAST, "Share of the devices' peak that the step's model FLOPs are (docs/trainer.md)."),
     ("training/memory_bytes", "bytes", _LAST, "Most memory of a rank: peak on its GPU, or resident on a CPU."),
     ("training/step_s", "s", _LAST, "Compute of the optimizer step: forward, backward, update."),
-    ("training/publish_s", "s", _LAST, "Time to publish the new model state dict."),
+    ("training/publish_s", "s", _LAST, "Time to gather, convert and publish the new weights."),
     ("training/checkpoint_s", "s", _LAST, "Time to write a checkpoint, beside training."),
     (
         "training/checkpoint_stall_s",

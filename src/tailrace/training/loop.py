@@ -222,8 +222,9 @@ class _TrainerLoop:
             )
             await self._batches.acknowledge(result.step)
         else:
+            began_s = time.perf_counter()
             snapshot = await self._in_thread(lambda: self._snapshot(trainer))
-            report = self._report(result, snapshot)
+            report = self._report(result, snapshot, time.perf_counter() - began_s)
             if snapshot.is_detached:
                 self._reporting = asyncio.create_task(report, name="trainer: report of a step")
             else:
@@ -240,9 +241,9 @@ class _TrainerLoop:
         pause_s = max(self._plan.checkpoint_every_s, _LEAST_PAUSE * self._save_s)
         return time.monotonic() - self._saved_at_s >= pause_s
 
-    async def _report(self, result: StepResult, snapshot: Snapshot) -> None:
-        """From a step's end to the acknowledgement of its batch."""
-        metrics = result.metrics | {"training/publish_s": await self._publish(snapshot)}
+    async def _report(self, result: StepResult, snapshot: Snapshot, snapshot_s: float) -> None:
+        """From a step's end, and the snapshot that took so long, to the acknowledgement of its batch."""
+        metrics = result.metrics | {"training/publish_s": snapshot_s + await self._publish(snapshot)}
         metrics |= self._checkpoint_metrics | self._phase_metrics()
         self._checkpoint_metrics = {}
         await self._events.append(
