@@ -7,7 +7,8 @@ not depend on them. Times are wall clock between two device synchronisations, th
 
 Model FLOPs utilisation is prime-rl's: (6 P + 6 layers heads head_size T) per token, P the parameters without the input
 embedding, T the tokens of a segment (its token-weighted mean over packed ones), over the device's bf16 peak: 989
-TFLOP/s where it is a Hopper chip, else what the matrix product here reached.
+TFLOP/s where it is a Hopper chip, else what the matrix product here reached. It counts tokens that samples share as if
+each sample computed them; `computed_tokens` are those of a step that shares them.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from tailrace.models.heads import OutputHead
 from tailrace.records import Batch, BatchSummary
 from tailrace.training.losses import LossTokens, load_loss
 from tailrace.training.model.head import LogprobHead
+from tailrace.training.rows.micro_batch import MicroBatch
 from tailrace.training.settings.trainer import TrainerSettings
 from tailrace.training.trainer import Trainer
 from tailrace.transport.weights.stores import SharedMemoryModelStateDictStore
@@ -111,6 +113,8 @@ class TrainerRow:
 
     case: str
     tokens: int
+    computed_tokens: int
+    """Those that samples of a group share count once."""
     segments: int
     settings: str
     """Of the trainer, beside a GPU's own."""
@@ -230,6 +234,7 @@ def trainer_row(
     return TrainerRow(
         case=case,
         tokens=tokens,
+        computed_tokens=computed_tokens(samples, shape.vocabulary),
         segments=len(lengths),
         settings=", ".join(given),
         step_s=step_s,
@@ -237,6 +242,12 @@ def trainer_row(
         mfu=flops_per_token(shape, lengths) * tokens / step_s / peak_flops(device),
         peak_bytes=peak_bytes(device),
     )
+
+
+def computed_tokens(samples: Samples, vocabulary: int) -> int:
+    """Of a row that the trainer packs without padding."""
+    row = batch_of(samples, 1, vocabulary).row(0)
+    return MicroBatch.of(row, 0, padded=False).input_ids.shape[1]
 
 
 def flops_per_token(shape: Shape, lengths: Sequence[int]) -> float:

