@@ -164,7 +164,7 @@ def run_peer(job: Job, folder: Path, name: str, tuning: Tuning) -> Outcome:
     figures = json.loads((work / "figures.json").read_text())
     return Outcome(
         tokens=figures["tokens"],
-        generated_tokens=figures["tokens"],
+        generated_tokens=figures["generated_tokens"],
         cpu_s=figures["cpu_s"],
         wall_s=figures["wall_s"],
         mean_tokens=figures["mean_tokens"],

@@ -3,7 +3,8 @@
     .venv-trl/bin/python benchmarks/trl_peer.py job.json
 
 The job says what to train and where to leave the figures (see `run_peer` in `peers.py`). CPU and wall time run from the
-beginning of the first step to the end of the last; tokens are the completions', which all bear loss.
+beginning of the first step to the end of the last; tokens are those of the completions that were trained, which all
+bear loss. Where training ends before a generation is used up, they are that share of what was generated.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ from benchmarks.shared_tasks import REWARDS, read_rows
 class Meter(TrainerCallback):
     """Counts from the first step on, and ends training at enough tokens."""
 
-    def __init__(self, max_tokens: int | None) -> None:
-        self.max_tokens = max_tokens
-        self.tokens = self.completions = 0
+    def __init__(self, batch_size: int, max_tokens: int | None) -> None:
+        self.batch_size, self.max_tokens = batch_size, max_tokens
+        self.generated_tokens = self.completions = 0
         self.rewards: list[float] = []
         self.start: tuple[float, float] | None = None
         self.end = (0.0, 0.0)
@@ -40,7 +41,7 @@ class Meter(TrainerCallback):
 
     def reward(self, prompts, completions, completion_ids, answer, **_):
         """What TRL calls for every generation batch."""
-        self.tokens += sum(len(ids) for ids in completion_ids)
+        self.generated_tokens += sum(len(ids) for ids in completion_ids)
         self.completions += len(completion_ids)
         values = [self.function(parts[0]["content"], one) for parts, one in zip(completions, answer, strict=True)]
         self.rewards.append(sum(values) / len(values))
@@ -54,6 +55,11 @@ class Meter(TrainerCallback):
         self.end, self.steps = now(), state.global_step
         if self.max_tokens is not None and self.tokens >= self.max_tokens:
             control.should_training_stop = True
+
+    @property
+    def tokens(self) -> int:
+        """Of the optimizer steps so far, each over `batch_size` completions, drawn from those of its generation."""
+        return round(self.generated_tokens * self.steps * self.batch_size / max(1, self.completions))
 
 
 def now() -> tuple[float, float]:
@@ -93,7 +99,7 @@ def main() -> None:
     torch.set_num_threads(tuning["threads"])
     warnings.simplefilter("ignore")
     logging.set_verbosity_error()
-    meter = Meter(job["max_tokens"])
+    meter = Meter(job["batch_size"], job["max_tokens"])
     meter.function = REWARDS[job["reward"]]
     rows = read_rows(Path(job["tasks"]))
     dataset = Dataset.from_list(
@@ -120,10 +126,11 @@ def main() -> None:
     assert meter.start is not None
     figures = {
         "tokens": meter.tokens,
+        "generated_tokens": meter.generated_tokens,
         "cpu_s": meter.end[0] - meter.start[0],
         "wall_s": meter.end[1] - meter.start[1],
         "steps": meter.steps,
-        "mean_tokens": meter.tokens / max(1, meter.completions),
+        "mean_tokens": meter.generated_tokens / max(1, meter.completions),
         "rewards": meter.rewards,
     }
     Path(job["figures"]).write_text(json.dumps(figures))
