@@ -133,6 +133,7 @@ POLICIES: dict[str, Policy] = {
         choice=MAX_IN_FLIGHT,
         whose="prime-rl, max_off_policy_steps",
         read_in="PrimeIntellect-ai/prime-rl: docs/async.md; src/prime_rl/orchestrator/scheduler.py",
+        differs="theirs counts a group's versions while it runs, and trains on what has finished",
     ),
     "admission": Policy(
         scheduling={"max_staleness": NO_BOUND, "buffer_batches": 3.0},
@@ -165,17 +166,17 @@ POLICIES: dict[str, Policy] = {
         differs="what was aborted starts again in the next step; theirs saves it up for rounds of its own",
     ),
     "over-resume": Policy(
-        scheduling={"on_straggler": "resume_next_step"},
+        scheduling={"max_staleness": NO_BOUND, "on_straggler": "resume_next_step"},
         choice=RESUMED,
         whose="slime --partial-rollout, APRIL",
         read_in="THUDM/slime: slime/rollout/sglang_rollout.py; RLsys-Foundation/APRIL: README.md",
-        differs="tokens past the bound are masked; theirs have no bound",
     ),
     "over-continue": Policy(
+        scheduling={"max_staleness": NO_BOUND, "buffer_batches": max(RESUMED.values)},
         choice=RESUMED,
         whose="verl, fully asynchronous",
         read_in="volcengine/verl: docs/advance/fully_async.md, partial_rollout; factor: 1 + staleness_threshold",
-        differs="tokens past the bound are masked",
+        differs="the factor bounds what is in no batch; theirs what starts between two updates of the weights",
     ),
 }
 
