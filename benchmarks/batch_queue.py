@@ -3,7 +3,8 @@
     groups ──sample, form──► plan ──send──► (a thread writes) ──► receive, rank by rank
 
 64 rollouts of 20 turns (2.6 million tokens) and four times as many, for 8 data-parallel ranks, through each of the
-carriers. `loop_s` is the time of the turns that the event loop gave to `send`: all that a size could cost others.
+carriers. `loop_s` is the time of the turns that the event loop gave to `send` and to tasks that were made meanwhile,
+as that one which writes and sends: all that a size could cost others.
 `form_s` is that of sampling and forming, in slices of at most `form_slice_max_s`. `wall_s` is from the call of `send`
 to its return, `receive_s` until the last rank has mapped (or received) its rows, `write_floor_s` one plain write of as
 many bytes into a file of recycled shared memory. Medians of the rounds after the first, whose memory is fresh.
@@ -15,15 +16,15 @@ from __future__ import annotations
 
 import kit  # isort: skip  - pins threads
 
+import asyncio
 import os
 import statistics
 import tempfile
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -32,6 +33,7 @@ from tailrace.batching.batches import form_batch
 from tailrace.lifecycle.event_loop import run_on_event_loop
 from tailrace.records import Group, PlannedBatch
 from tailrace.replay.synthetic import SyntheticLoad, synthetic_groups
+from tailrace.tracing.watched_tasks import watching_task_factory
 from tailrace.transport.batches.channels import ChannelBatchReceiver, ChannelBatchSender
 from tailrace.transport.batches.queue import BatchReceiver, BatchSender, MemoryBatchQueue
 from tailrace.transport.batches.stores import FileSource, FileStore, SharedMemoryStore, ValueSource, ValueStore
@@ -61,25 +63,18 @@ class Row:
     met: bool
 
 
-class Turns:
-    """Awaits something, and adds up the time of the turns that it takes from the event loop."""
+class LoopTime:
+    """Adds up the time of turns that tasks take from the event loop."""
 
-    def __init__(self, work: Awaitable[object]) -> None:
-        self._work = work
+    def __init__(self) -> None:
         self.total_s = 0.0
+        self._began_s = 0.0
 
-    def __await__(self) -> Generator[Any, Any, None]:
-        steps = self._work.__await__()
-        answer = None
-        while True:
-            began_s = time.perf_counter()
-            try:
-                asked = steps.send(answer)
-            except StopIteration:
-                return
-            finally:
-                self.total_s += time.perf_counter() - began_s
-            answer = yield asked
+    def begin_turn(self) -> None:
+        self._began_s = time.perf_counter()
+
+    def end_turn(self) -> None:
+        self.total_s += time.perf_counter() - self._began_s
 
 
 def main() -> None:
@@ -153,15 +148,20 @@ def form(groups: Sequence[Group], step: int) -> tuple[PlannedBatch, list[float]]
 
 async def send(sender: BatchSender, receivers: Sequence[BatchReceiver], batch: PlannedBatch) -> tuple[float, ...]:
     """Seconds of the loop, until `send` returns, and from there until the last rank has its rows."""
-    turns, began_s = Turns(sender.send(batch)), time.perf_counter()
-    await turns
+    loop, taken = asyncio.get_running_loop(), LoopTime()
+    loop.set_task_factory(watching_task_factory(taken))
+    try:
+        began_s = time.perf_counter()
+        await loop.create_task(sender.send(batch))
+    finally:
+        loop.set_task_factory(None)
     sent_s = time.perf_counter()
     parts = [await receiver.receive() for receiver in receivers]
     received_s = time.perf_counter()
     assert sum(len(part.token_ids) for part in parts) == batch.num_tokens
     for receiver in receivers:
         await receiver.acknowledge(batch.summary.step)
-    return turns.total_s, sent_s - began_s, received_s - sent_s
+    return taken.total_s, sent_s - began_s, received_s - sent_s
 
 
 def open_queue(
