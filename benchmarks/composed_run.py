@@ -25,9 +25,10 @@ StepEnded = Callable[[StepTrained | StepSkipped, FormedBatch], None]
 
 
 class Marks:
-    """CPU time and trained rollouts at the end of each step."""
+    """CPU time and trained rollouts at the end of each step; what counts begins at the end of step `first`."""
 
-    def __init__(self) -> None:
+    def __init__(self, first: int = 1) -> None:
+        self.first = first
         self.trained = 0
         self.metrics: list[Metrics] = []
         """Of each step, where a run reports them."""
@@ -50,9 +51,14 @@ class Marks:
             await event.wait()
 
     @property
+    def counted(self) -> list[Metrics]:
+        """Metrics of the steps that `cpu_s_per_rollout` is of."""
+        return self.metrics[self.first :]
+
+    @property
     def cpu_s_per_rollout(self) -> float:
-        """From the end of the first step to that of the last: steps that end together share what one of them took."""
-        (since_s, before), (until_s, after) = self._marks[0], self._marks[-1]
+        """From the end of step `first` to that of the last: steps that end together share what one of them took."""
+        (since_s, before), (until_s, after) = self._marks[self.first - 1], self._marks[-1]
         return (until_s - since_s) / (after - before)
 
 
@@ -62,12 +68,13 @@ async def run_composed(
     renderer: ChatRenderer,
     until: Callable[[Marks], Coroutine[Any, Any, None]],
     *beside: Coroutine[Any, Any, object],
+    first: int = 1,
 ) -> Marks:
-    """A run of `settings` until `until` returns, with `beside` on its loop meanwhile."""
+    """A run of `settings` until `until` returns, with `beside` on its loop meanwhile; `first` as of `Marks`."""
     share_one_arena()
     reserve_memory(settings.max_running)
     with tempfile.TemporaryDirectory() as folder, hold_old_objects():
-        paths, marks = RunPaths(Path(folder)), Marks()
+        paths, marks = RunPaths(Path(folder)), Marks(first)
         async with AsyncExitStack() as stack:
             observing = observed_process(ORCHESTRATOR, paths, settings.observability)
             phases, lag = await stack.enter_async_context(observing)

@@ -12,6 +12,7 @@ import statistics
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from composed_run import Marks, Metrics, run_composed
@@ -23,7 +24,7 @@ from tailrace.environments import EnvironmentSpec, Policy
 from tailrace.models.loading import tokenizer_folder
 from tailrace.records import Task
 from tailrace.replay.loop_load import LagSampler
-from tailrace.reporting.phase_report import phase_costs
+from tailrace.reporting.phase_report import total_costs
 from tailrace.rollouts import ChatRenderer, LoadedEnvironment
 
 ROLLOUTS, TURNS, GROUP_SIZE, TOKENS = 64, 20, 8, 1016
@@ -34,13 +35,14 @@ _WORDS = "red blue green one two three"
 
 @dataclass(frozen=True)
 class RunRow:
-    """Of a step of a run: medians over steps."""
+    """Of a step of a run after `WARM_STEPS`: means over the same steps, of which the phases make up the total."""
 
     case: str
     phase: str
     cpu_s: float
-    """Of the orchestrator's process; for `trainer`, wall time until all tensors are ready. Short stretches of phases
-    count in wall time: on a busy machine they come to more than the process took, and the rest to less than nothing."""
+    """Of the orchestrator's process; for `trainer`, the median wall time until all tensors are ready. Short stretches
+    of phases count in wall time: on a busy machine they come to more than the process took, and the rest to less than
+    nothing."""
     cpu_us_per_turn: float
     share: float | None
     """Of the orchestrator's CPU time."""
@@ -100,7 +102,7 @@ async def run_case(case: str, *, with_experts: bool, steps: int) -> list[RunRow]
             async with lag:
                 await marks.reached(marks.trained + steps * ROLLOUTS)
 
-        marks = await run_composed(chosen, loaded, renderer, until)
+        marks = await run_composed(chosen, loaded, renderer, until, first=WARM_STEPS)
     sampled = lag.statistics()
     expert_bytes = ROLLOUTS * TURNS * 2 * TOKENS * EXPERT_LAYERS * TOP_K if with_experts else None
     total = RunRow(
@@ -113,17 +115,13 @@ async def run_case(case: str, *, with_experts: bool, steps: int) -> list[RunRow]
         lag_max_s=sampled.max_s,
         expert_bytes=expert_bytes,
     )
-    return [*phase_rows(case, marks.metrics[WARM_STEPS:], total.cpu_s), total]
+    return [*phase_rows(case, marks.counted, total.cpu_s), total]
 
 
 def phase_rows(case: str, metrics: Sequence[Metrics], total_s: float) -> Iterator[RunRow]:
     """The dearest phases, dearest first, what is left of `total_s`, and the trainer's time until tensors are ready."""
-    costs: dict[str, list[float]] = {}
-    for step in metrics:
-        for cost in phase_costs(step):
-            costs.setdefault(cost.name, []).append(cost.cost_s)
-    medians = {name: statistics.median(values) for name, values in costs.items()}
-    shown = {name: medians[name] for name in sorted(medians, key=lambda name: -medians[name])[:_PHASES_SHOWN]}
+    costs = {cost.name: cost.cost_s / len(metrics) for cost in total_costs(metrics)}
+    shown = dict(islice(costs.items(), _PHASES_SHOWN))
     for name, cost_s in {**shown, "everything else": total_s - sum(shown.values())}.items():
         yield RunRow(case, name, cost_s, per_turn(cost_s), cost_s / total_s)
     trained_s = statistics.median(step["training/step_s"] for step in metrics)
