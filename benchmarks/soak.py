@@ -3,10 +3,11 @@
     python benchmarks/soak.py [--json] [--quick] [--case orchestrator ...] [--png FILE] [--steps 500]
 
 A small Qwen3 whose replies are all 16 tokens long, one prompt, 2 groups of 2 rollouts a step, a learning rate that
-changes nothing; one generator, one trainer and the orchestrator, each a process. Growth: the least resident size
-in the last tenth of the steps over that in the tenth after warm-up (50 steps of 500; of --quick's 60 steps 20), less 1;
-the least, since a generator maps new weights while it installs them, at whatever moment it is looked at. Target: 1 %
-at most. Lengths are fixed because torch keeps something for each new shape, until it has met them all.
+changes nothing; one generator, one trainer, the orchestrator and an agent worker, which plays the rollouts, each a
+process. Growth: the least resident size in the last tenth of the steps over that in the tenth after warm-up (50 steps
+of 500; of --quick's 60 steps 20), less 1; the least, since a generator maps new weights while it installs them, at
+whatever moment it is looked at. Target: 1 % at most. Lengths are fixed because torch keeps something for each new
+shape, until it has met them all.
 `trim` gives a gigabyte back to the system (`malloc_trim`) in a thread, and samples the loop meanwhile.
 """
 
@@ -27,7 +28,8 @@ from kit import ROOT, Options, common_options, common_parser, progress, report
 STEPS, WARMUP = 500, 50
 QUICK_STEPS, QUICK_WARMUP = 60, 20
 MAX_GROWTH = 0.01
-ROLES = ("orchestrator", "trainer", "generator")
+ROLES = ("orchestrator", "trainer", "generator", "agent_worker_0")
+COLOURS = ("#0e8a87", "#5a7fb8", "#d08a2e", "#8a5fa8")
 MEGABYTE = 1_000_000
 REPLY_TOKENS = 16
 NEVER_ENDS = 1e-9
@@ -111,8 +113,15 @@ def resident(steps: int) -> dict[str, list[float]]:
         if done.returncode:
             sys.exit(done.stdout + done.stderr)
         lines = (Path(folder) / "runs/soak/metrics.jsonl").read_text().splitlines()
-    records = [json.loads(line) for line in lines]
-    return {role: [record[f"memory/{role}_rss_bytes"] for record in records] for role in ROLES}
+    return by_role([json.loads(line) for line in lines])
+
+
+def by_role(records: list[dict[str, float]]) -> dict[str, list[float]]:
+    """Bytes after each step. Every process whose memory the run tells of has to be among `ROLES`."""
+    names = {f"memory/{role}_rss_bytes": role for role in ROLES}
+    if others := {name for name in set().union(*records) - names.keys() if name.endswith("_rss_bytes")}:
+        sys.exit(f"the run has processes that are not looked at: {', '.join(sorted(others))}")
+    return {role: [record[name] for record in records] for name, role in names.items()}
 
 
 def make(folder: Path) -> Path:
@@ -139,13 +148,13 @@ def draw(sizes: dict[str, list[float]], path: Path, warmup: int) -> None:
 
     figure = Figure(figsize=(8, 3.6), layout="constrained")
     axes = figure.add_subplot()
-    for role, colour in zip(ROLES, ("#0e8a87", "#5a7fb8", "#d08a2e"), strict=True):
+    for role, colour in zip(ROLES, COLOURS, strict=True):
         axes.plot(range(1, len(sizes[role]) + 1), [size / MEGABYTE for size in sizes[role]], label=role, color=colour)
     axes.axvline(warmup, color="#64748b", linewidth=0.8, linestyle=":")
     axes.set_ylim(bottom=0)
     axes.set_xlabel("step (growth counts from the dotted line)")
     axes.set_ylabel("resident memory, MB")
-    axes.legend(frameon=False, ncols=3, loc="lower center")
+    axes.legend(frameon=False, ncols=4, loc="lower center")
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     figure.savefig(path, dpi=160)
