@@ -11,8 +11,9 @@ medians of three runs (--quick: one), over one of the calls in this process. `me
 4,000) of a few tokens, in rollouts that come and go; growth is that of the process from a fifth of them on.
 
 `outside` and `outside-apart`: clients outside claim as many rollouts from a rollouter and play them, with it or with an
-agent worker. What the thread of the rollouter's event loop takes per turn, all counted (claims, requests, tokens,
-rollouts that end), and the lag of that loop; `worker_ms_per_turn` is the whole process of the worker. Not with --quick.
+agent worker. `loop_ms_per_turn` is what the thread of the rollouter's event loop takes (claims, requests, tokens,
+rollouts that end), and the lag is that loop's; a run's has scheduler, ledger, batches and RPC besides, which
+`rollout_workers.py` counts. `worker_ms_per_turn` is the whole process of the worker. Not with --quick.
 
 `beside-vllm`: `tailrace serve --http` and vLLM's own HTTP server, each over vLLM's engine with the bundled model, are
 asked the same conversations by the same clients; requests per CPU-second of each server's processes, engine included,
@@ -90,7 +91,7 @@ class OutsideRow:
     rollouts: int
     turns: int
     ranges: dict[str, str]
-    orchestrator_ms_per_turn: float
+    loop_ms_per_turn: float
     worker_ms_per_turn: float
     lag_p99_ms: float
     target_lag_ms: float
@@ -293,7 +294,7 @@ async def outside_case(name: str, rollouts: int, turns: int, step_s: float) -> O
         rollouts=rollouts,
         turns=played["turns"],
         ranges={},
-        orchestrator_ms_per_turn=own_ms,
+        loop_ms_per_turn=own_ms,
         worker_ms_per_turn=workers_ms,
         lag_p99_ms=lag_ms,
         target_lag_ms=LAG_MS,
@@ -309,7 +310,7 @@ def cpu_s(process: psutil.Process) -> float:
 
 def median_outside(runs: list[OutsideRow]) -> OutsideRow:
     """Each figure's own median."""
-    figures = ("orchestrator_ms_per_turn", "worker_ms_per_turn", "lag_p99_ms", "turns_per_s")
+    figures = ("loop_ms_per_turn", "worker_ms_per_turn", "lag_p99_ms", "turns_per_s")
     medians, ranges = medians_of(runs, figures), ranges_of(runs, figures)
     return replace(runs[0], **medians, ranges=ranges, met=medians["lag_p99_ms"] <= LAG_MS)
 
