@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,23 +13,11 @@ import pytest
 import torch
 
 from tailrace.generation.engines.torch import sampler
-
-FOLDER = Path(__file__).parents[2] / "benchmarks"
-
-
-@pytest.fixture
-def benchmark(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleType]]:
-    """Imports one as its own command does; afterwards no name of that folder is left behind."""
-    monkeypatch.syspath_prepend(str(FOLDER))
-    before = set(sys.modules)
-    yield importlib.import_module
-    for name in set(sys.modules) - before:
-        if Path(getattr(sys.modules[name], "__file__", None) or "/").parent == FOLDER:
-            del sys.modules[name]
+from tests.support.benchmark_programs import benchmark
 
 
 def test_publishing_is_timed_with_the_conversion_of_each_version(
-    benchmark: Callable[[str], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weight_sync = benchmark("weight_sync")
     converted: list[torch.dtype] = []
@@ -52,7 +38,7 @@ def test_publishing_is_timed_with_the_conversion_of_each_version(
     assert [publish_s >= 0.05 for _, publish_s, _ in answers] == [True, True]
 
 
-def test_sampling_takes_the_native_pass_where_an_engine_does(benchmark: Callable[[str], ModuleType]) -> None:
+def test_sampling_takes_the_native_pass_where_an_engine_does() -> None:
     sampling = benchmark("sampling")
     taken: list[str] = []
 
@@ -85,7 +71,7 @@ def test_one_restricted_row_takes_all_rows_off_the_native_pass() -> None:
     assert len(sampled.token_ids) == 4
 
 
-def test_tokens_that_a_group_shares_are_computed_once(benchmark: Callable[[str], ModuleType]) -> None:
+def test_tokens_that_a_group_shares_are_computed_once() -> None:
     gpu = benchmark("gpu")
     assert gpu.computed_tokens(gpu.Samples([1024] * 16, 512), vocabulary=151_936) == 9216
     assert gpu.computed_tokens(gpu.Samples([1000, 500]), vocabulary=151_936) == 1500
