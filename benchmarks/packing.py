@@ -115,7 +115,7 @@ def pack(distribution: str, ranks: int, options: kit.Options) -> Row:
 
 def is_met(tokens_per_cpu_s: float, one_shape_padding: float, ffd_padding: float) -> bool:
     """Both targets of `pack`: first-fit decreasing has rows of one shape as well."""
-    return tokens_per_cpu_s >= TARGET_TOKENS_PER_CPU_S and one_shape_padding <= ffd_padding
+    return bool(tokens_per_cpu_s >= TARGET_TOKENS_PER_CPU_S and one_shape_padding <= ffd_padding)
 
 
 def plan(distribution: str, ranks: int, options: kit.Options) -> Row:

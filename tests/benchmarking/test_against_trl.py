@@ -30,9 +30,9 @@ def metered(peer: ModuleType, lengths: list[int], steps: int, max_tokens: int | 
     """After one generation and so many optimizer steps of 64; whether it asked to stop."""
     meter = peer.Meter(64, max_tokens)
     meter.function = lambda prompt, completion: 1.0
-    prompts = [[{"content": "a"}]] * len(lengths)
+    messages = [[{"content": "a"}]] * len(lengths)
     ids = [[3] * length for length in lengths]
-    meter.reward(prompts, ["b"] * len(lengths), ids, ["b"] * len(lengths))
+    meter.reward(messages, messages, ids, ["a"] * len(lengths))
     control = SimpleNamespace(should_training_stop=False)
     for step in range(1, steps + 1):
         state = SimpleNamespace(global_step=step)
