@@ -106,6 +106,10 @@ def test_an_attribute_to_save_that_is_not_there_is_named() -> None:
         read_attributes(Counter(), ["total"])
 
 
+def test_an_optional_attribute_that_is_not_there_is_left_out() -> None:
+    assert read_attributes(Counter(), [], ["total", "count"]) == {"count": 7}
+
+
 class Awaited:
     async def reset(self, task: Task) -> Observation:
         return Observation.user("go on")

@@ -87,6 +87,24 @@ async def test_an_environment_ends_with_its_reward_so_far_where_no_turn_is_left(
     assert rollout.reward.value == pytest.approx(2 / 3)
 
 
+async def test_columns_of_the_settings_that_a_rollout_did_not_report_are_left_out(renderer: ChatRenderer) -> None:
+    async def reward(task: Task, messages: list[Message]) -> AgentResult:
+        return AgentResult(0.5, info={"why": "brief"})
+
+    spec = replace(sorting, info_keys=("note", "why", "turn"))
+    ended, cut = await run(renderer, spec), await run(renderer, spec, max_turns=2)
+    assert ended.reward == Reward(pytest.approx(1.0), {"turns": 3.0}, {"note": "ok", "turn": 3})
+    assert cut.reward == Reward(pytest.approx(2 / 3), {}, {"turn": 2})
+    scored = await run(renderer, replace(spec, reward=reward), max_turns=2)
+    assert scored.reward == Reward(0.5, {}, {"why": "brief", "turn": 2})
+
+
+async def test_an_attribute_that_the_spec_itself_names_must_be_there(renderer: ChatRenderer) -> None:
+    for info_keys in (None, ("turns",)):
+        with pytest.raises(SettingsError, match="Sorting has no attribute 'turns'"):
+            await run(renderer, replace(sorting, columns=("turns",), info_keys=info_keys))
+
+
 async def test_a_first_prompt_that_does_not_fit_costs_the_rollout(renderer: ChatRenderer) -> None:
     with pytest.raises(RequestRefused, match="too long"):
         await run(renderer, sorting, [RequestRefused("too long")])

@@ -256,7 +256,8 @@ class EnvironmentSpec:
     columns: tuple[str, ...] = ()
     """Attributes of a reset/step environment to save beside each rollout. An agent uses `AgentResult.info`."""
     info_keys: tuple[str, ...] | None = None
-    """Only these are saved, of what it reports and of its attributes; None: all it reports. `environment.columns`."""
+    """Only these are saved, of what it reports, of its attributes and of what `reward` adds; where a rollout lacks one,
+    the others. None: all that is reported, and `columns`. They are `environment.columns` of the settings."""
     trusted: bool = False
     """Its synchronous code returns soon and always, so it may run on the event loop. Otherwise it runs in a worker
     process, which is killed with that one rollout when it never returns. Coroutines always run on the loop."""
@@ -394,13 +395,15 @@ def require_observation(returned: object) -> Observation:
     return returned
 
 
-def read_attributes(environment: Environment, names: Sequence[str]) -> dict[str, Json]:
-    """The named attributes of an environment, to be saved. Raises `SettingsError` for one it does not have."""
-    values: dict[str, Json] = {}
+def read_attributes(environment: Environment, names: Sequence[str], optional: Sequence[str] = ()) -> dict[str, Json]:
+    """The named attributes of an environment, to be saved; of the `optional` ones those that it has.
+
+    Raises `SettingsError` for another one that it does not have.
+    """
+    values = {name: getattr(environment, name) for name in (*names, *optional) if hasattr(environment, name)}
     for name in names:
-        if not hasattr(environment, name):
+        if name not in values:
             raise SettingsError(
                 f"{type(environment).__name__} has no attribute {name!r}, which its spec names under `columns`"
             )
-        values[name] = getattr(environment, name)
     return values

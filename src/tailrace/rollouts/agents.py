@@ -36,8 +36,8 @@ class EnvironmentHost(Protocol):
     async def end_early(self) -> Observation:
         """What the environment says where turns or tokens ran out before it was done."""
 
-    async def read_attributes(self, names: Sequence[str]) -> dict[str, Json]:
-        """Attributes to save beside the rollout."""
+    async def read_attributes(self, names: Sequence[str], optional: Sequence[str] = ()) -> dict[str, Json]:
+        """Attributes to save beside the rollout; of the `optional` ones those that there are."""
 
     async def close(self) -> None:
         """Called when the rollout has ended."""
@@ -62,8 +62,8 @@ class LocalEnvironment(EnvironmentHost):
         return require_observation(await settled(end_early(self._environment)))
 
     @override
-    async def read_attributes(self, names: Sequence[str]) -> dict[str, Json]:
-        return read_attributes(self._environment, names)
+    async def read_attributes(self, names: Sequence[str], optional: Sequence[str] = ()) -> dict[str, Json]:
+        return read_attributes(self._environment, names, optional)
 
     @override
     async def close(self) -> None:
@@ -75,13 +75,15 @@ async def play_environment(
 ) -> AgentResult:
     """Drive the environment that `host` makes to its end. The reward is None where no observation had one.
 
-    Saves what observations report and the attributes in `spec.columns`; with `spec.info_keys` those keys of both alone.
+    Saves what observations report and the attributes in `spec.columns`; with `spec.info_keys` what there is of those
+    keys alone, which may be attributes that the spec does not name.
     """
     environment = host(task)
     try:
         total = await _play(environment, task, policy, spec)
-        wanted = spec.columns if spec.info_keys is None else [key for key in spec.info_keys if key not in total.info]
-        info = {**total.info, **(await environment.read_attributes(wanted) if wanted else {})}
+        keys = spec.columns if spec.info_keys is None else [key for key in spec.info_keys if key not in total.info]
+        own, others = [key for key in keys if key in spec.columns], [key for key in keys if key not in spec.columns]
+        info = {**total.info, **(await environment.read_attributes(own, others) if keys else {})}
     finally:
         await environment.close()
     return replace(total, info=info)

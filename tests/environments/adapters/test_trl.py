@@ -107,6 +107,13 @@ async def test_a_class_takes_arguments_of_the_settings(renderer: ChatRenderer) -
         load_environment(environment)
 
 
+async def test_columns_of_the_settings_are_the_classes_attributes_where_it_has_them(renderer: ChatRenderer) -> None:
+    environment = EnvironmentSettings(name=f"{HOME}:IncrementEnv", columns=("counter", "elsewhere"))
+    rollout = (await play(renderer, environment, [call("increment", step=2), "Done."])).rollout
+    assert rollout.reward is not None
+    assert rollout.reward.columns == {"counter": 2}
+
+
 async def test_a_tool_that_never_returns_costs_its_rollout(renderer: ChatRenderer) -> None:
     settings = RolloutSettings(workers=1, worker_timeout_s=3)
     with pytest.raises(RolloutTimeout, match="step of the environment did not return"):

@@ -192,6 +192,12 @@ class TrlSession:
         """Score what there is: no turn or token is left."""
         return self._end()
 
+    def __getattr__(self, name: str) -> object:
+        """An attribute of the environment, as `columns` of the settings may name it."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._environment, name)
+
     async def _reset(self, task: Task) -> Observation:
         _refuse_images(task.row, self._form.name)
         self._task = task

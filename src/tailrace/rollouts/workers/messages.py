@@ -55,10 +55,11 @@ class EndEarly(msgspec.Struct, frozen=True, tag=True):
 
 
 class ReadAttributes(msgspec.Struct, frozen=True, tag=True):
-    """Attributes of an open environment."""
+    """Attributes of an open environment; of the `optional` ones those that it has."""
 
     instance: int
     names: list[str]
+    optional: list[str]
 
 
 class Score(msgspec.Struct, frozen=True, tag=True):

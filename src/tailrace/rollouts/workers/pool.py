@@ -148,8 +148,8 @@ class WorkerEnvironment(EnvironmentHost):
         return Observation(**await self._call(EndEarly(self._instance)))
 
     @override
-    async def read_attributes(self, names: Sequence[str]) -> dict[str, Json]:
-        values: dict[str, Json] = await self._call(ReadAttributes(self._instance, list(names)))
+    async def read_attributes(self, names: Sequence[str], optional: Sequence[str] = ()) -> dict[str, Json]:
+        values: dict[str, Json] = await self._call(ReadAttributes(self._instance, list(names), list(optional)))
         return values
 
     @override

@@ -81,8 +81,8 @@ class RolloutWorker:
                 return self._observe(self._open[instance].step(reply))
             case EndEarly(instance):
                 return self._observe(end_early(self._open[instance]))
-            case ReadAttributes(instance, names):
-                return read_attributes(self._open[instance], names)
+            case ReadAttributes(instance, names, optional):
+                return read_attributes(self._open[instance], names, optional)
             case Score(task, messages):
                 reward = self._spec(task.environment).reward
                 return as_agent_result(self._settled(reward(task, messages) if reward else None))
