@@ -204,7 +204,8 @@ def _to_spec(target: object, settings: EnvironmentSettings) -> EnvironmentSpec:
         return target
     if inspect.isclass(target) and is_trl_class(target):
         factory = _with_arguments(target, settings)
-        return trl_environment(factory, name=own_name, scored_elsewhere=bool(settings.rewards))
+        scored_elsewhere = bool(settings.rewards) or settings.judge is not None
+        return trl_environment(factory, name=own_name, scored_elsewhere=scored_elsewhere)
     if inspect.isclass(target) and hasattr(target, "reset") and hasattr(target, "step"):
         return EnvironmentSpec(name=own_name, environment=_with_arguments(target, settings))
     if inspect.iscoroutinefunction(target):

@@ -114,6 +114,14 @@ async def test_columns_of_the_settings_are_the_classes_attributes_where_it_has_t
     assert rollout.reward.columns == {"counter": 2}
 
 
+async def test_a_judge_alone_may_score_a_class(renderer: ChatRenderer) -> None:
+    judge: Any = {"rubric": "Say it."}
+    environment = EnvironmentSettings(name=f"{HOME}:Scoreless", judge=judge)
+    played = await play(renderer, environment, [call("say", word="yes"), "Done."])
+    assert played.spec.judge is not None
+    assert (played.rollout.reward, played.rollout.metrics["tool_errors"]) == (None, 0.0)
+
+
 async def test_a_tool_that_never_returns_costs_its_rollout(renderer: ChatRenderer) -> None:
     settings = RolloutSettings(workers=1, worker_timeout_s=3)
     with pytest.raises(RolloutTimeout, match="step of the environment did not return"):

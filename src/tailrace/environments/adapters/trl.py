@@ -73,7 +73,7 @@ def trl_environment(
     class draws its own tasks: `random` and NumPy's global generator are seeded by the task for the time of `reset`
     (not where it is async), so that the rollouts of a group are about the same one. `rewards` are functions, weight 1
     each, or by name with `NamedReward(function, weight)`; one that takes `environments` is called where the environment
-    lives. `scored_elsewhere`: the settings name what scores it.
+    lives. `scored_elsewhere`: the settings name what scores it, functions or a judge.
 
     Raises `SettingsError` for what is no such class, a tool that cannot be described to the policy, a class and
     functions that score nothing, and what needs images.
@@ -94,7 +94,7 @@ def trl_environment(
     if not (form.has_reward or named or scored_elsewhere):
         raise SettingsError(
             f"{form.name} has `reset` and no `step`, as TRL's environments do, and nothing scores it: give it "
-            "`get_reward`, or name a function under environment.rewards.NAME.function"
+            "`get_reward`, name a function under environment.rewards.NAME.function, or give it an environment.judge"
         )
     if train_tasks is None and not form.required_columns:
         train_tasks = EmptyRows(_DRAWN_TASKS)
