@@ -641,6 +641,18 @@ def test_naming_another_environment_drops_the_arguments_of_the_old_one(write) ->
     assert (settings.environments[0].name, settings.environments[0].args) == ("reverse-text", {"length": 4})
 
 
+def test_naming_another_environment_drops_what_scored_the_old_one(write: Callable[[str], str]) -> None:
+    own = (
+        "name = 'alphabet-sort'\ntrusted = true\ncolumns = ['turn_rewards']\nmax_turns = 2\n"
+        "judge = { rubric = 'brief', weight = 2.0 }\nrewards.right.function = 'own:right'"
+    )
+    path = write(MINIMAL.replace('name = "alphabet-sort"', own))
+    overrides = ["--environment.judge.rubric", "long", "--environment.name", "reverse-text"]
+    (chosen,) = load_settings(path, overrides).environments
+    kept = {"name": "reverse-text", "judge": {"rubric": "long"}, "max_turns": 2}
+    assert chosen.model_dump(exclude_unset=True) == kept
+
+
 def test_an_environment_is_named_by_its_key_alone_as_by_its_name() -> None:
     for overrides in (["--environment", "arithmetic"], ["--environment={name = 'arithmetic'}"]):
         (chosen,) = load_settings("quickstart", [*overrides, "--environment.weight", "2"]).environments

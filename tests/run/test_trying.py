@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tailrace.cli import main
+from tailrace.config import placed
 from tailrace.errors import SettingsError
 from tailrace.run.trying import settings_to_try, try_environments
 from tests.run.runs import TINY
@@ -94,6 +95,24 @@ def test_a_single_reward_shows_nothing_wrong_and_the_command_ends_with_0(capsys:
 def test_a_recipe_is_tried_with_all_of_its_own() -> None:
     settings, recipe, overrides = settings_to_try("mixed", "quickstart", ["--max_steps", "3"])
     assert (recipe, overrides, len(settings.environments)) == ("mixed", ["--max_steps", "3"], 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("own:x", {"name": "own:x", "max_turns": 2}),
+        (
+            "reverse-text",
+            {"name": "reverse-text", "weight": 1, "group_size": 16, "max_tokens": 48, "max_turns": 2, "timeout_s": 30},
+        ),
+    ],
+)
+def test_of_a_recipe_with_several_environments_one_is_tried(name: str, expected: dict[str, object]) -> None:
+    settings, recipe, overrides = settings_to_try(name, "mixed", ["--environment.max_turns", "2"])
+    (tried_one,) = settings.environments
+    assert tried_one.model_dump(exclude_unset=True) == expected
+    with placed(recipe, overrides):
+        pass
 
 
 async def test_what_a_run_would_be_refused_for_is_refused() -> None:

@@ -6,10 +6,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-import tomli_w
-
 from tailrace.config import load_settings
-from tailrace.config.overrides import parse_overrides
+from tailrace.config.overrides import as_toml, parse_overrides
 from tailrace.config.serving import OF_RUNS
 from tailrace.config.settings import RunSettings
 from tailrace.errors import SettingsError
@@ -105,16 +103,10 @@ def _text(value: Any) -> str:
     >>> _text("a b"), _text("4"), _text(1e-06), _text([1, 2])
     ('a b', '"4"', '1e-06', '[1, 2]')
     """
-    for text in (*([value] if isinstance(value, str) else []), _toml(value)):
+    for text in (*([value] if isinstance(value, str) else []), as_toml(value)):
         if _is_read_back(text, value):
             return text
     raise SettingsError(f"a setting is {value!r}, which the command line cannot say")
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, list):
-        return f"[{', '.join(map(_toml, value))}]"
-    return tomli_w.dumps({"value": value}).partition("=")[2].strip()
 
 
 def _is_read_back(text: str, value: Any) -> bool:

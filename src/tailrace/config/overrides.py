@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import datetime
+import json
 import tomllib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import tomli_w
 from pydantic import BaseModel
 
 from tailrace.config.sections import end_of, kinds_in
@@ -19,7 +21,9 @@ LOSS_NAME = ("trainer", "loss", "name")
 _FIRST = frozenset({("environment",), ("environment", "name"), LOSS_NAME})
 """What decides which settings of the file's are left is laid over it before the others."""
 _LOSSES = kinds_in(LossSettings)
-_OF_ONE_ENVIRONMENT = frozenset({"args", "data", "eval_data", "eval_tasks", "id"})
+_OF_ONE_ENVIRONMENT = frozenset(
+    {"args", "columns", "data", "eval_data", "eval_tasks", "id", "judge", "rewards", "trusted"}
+)
 _OWN_NAMES = {"rewards": 1, "args": 2, "vllm": 2}
 """How far behind one of these the names are users' own; arguments themselves are Python's, which have no dash."""
 _UNSET = object()
@@ -74,6 +78,20 @@ def _key(name: str) -> tuple[str, ...]:
     return (*parts[:own], *typed[own:])
 
 
+def as_toml(value: Any) -> str:
+    """A value as the command line takes it after a setting's name: TOML on one line.
+
+    >>> as_toml([{"name": "own:agent", "args": {"digits": [1, 2.5], "bare": True}}])
+    '[{"name" = "own:agent", "args" = {"digits" = [1, 2.5], "bare" = true}}]'
+    """
+    if isinstance(value, list):
+        return f"[{', '.join(map(as_toml, value))}]"
+    if isinstance(value, dict):
+        entries = (f"{json.dumps(name, ensure_ascii=False)} = {as_toml(one)}" for name, one in value.items())
+        return f"{{{', '.join(entries)}}}"
+    return tomli_w.dumps({"value": value}).partition("=")[2].strip()
+
+
 def flattened(changes: Mapping[str, Any], prefix: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]:
     """The same form of what a program gives: dotted names, or tables in tables.
 
@@ -107,8 +125,8 @@ def _named(key: tuple[str, ...], value: Any) -> tuple[str, ...]:
 def apply_overrides(table: Table, overrides: dict[tuple[str, ...], Any]) -> Table:
     """A copy of `table` with the overrides.
 
-    Naming another environment drops `args` and data of the file's; naming another loss what that one does not know, or
-    means otherwise.
+    Naming another environment drops what the file says of the old one alone, and keeps its size, limits and sampling;
+    naming another loss drops what that one does not know, or means otherwise.
     """
     merged = copy.deepcopy(table)
     ordered = sorted(overrides.items(), key=lambda item: item[0] not in _FIRST)
@@ -170,10 +188,14 @@ def _override_environment(table: Table, key: tuple[str, ...], value: Any) -> Non
 
 
 def kept_by_environment(environment: Table, name: object) -> Table:
-    """Those of an environment's settings that hold with `name` in its place: not its arguments and data.
+    """Those of an environment's settings that hold with `name` in its place: not its arguments and data, what scores
+    it, what is saved of it, and whether it is trusted.
 
     >>> kept_by_environment({"name": "arithmetic", "args": {"digits": 3}, "group_size": 8}, "reverse-text")
     {'name': 'arithmetic', 'group_size': 8}
+    >>> ours = {"judge": {"rubric": "brief"}, "rewards": {"right": {}}, "columns": ["note"], "trusted": True}
+    >>> kept_by_environment({"name": "own:agent", "max_turns": 2, **ours}, "arithmetic")
+    {'name': 'own:agent', 'max_turns': 2}
     """
     if environment.get("name") == name:
         return environment

@@ -6,7 +6,9 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
-from tailrace.config import RunSettings, list_recipes, load_settings
+from tailrace.config import RunSettings, list_recipes, load_settings, read_settings_file
+from tailrace.config.overrides import as_toml
+from tailrace.config.sources import Table
 from tailrace.errors import RequestRefused, RolloutError
 from tailrace.records import Group, GroupId, Rollout, RolloutId, Task
 from tailrace.reporting.trials import Failure, Trial, TriedGroup, trial_text
@@ -26,14 +28,23 @@ _USERS_PHASES = ("environment", "score", "score_group")
 def settings_to_try(environment: str, recipe: str, overrides: Sequence[str]) -> tuple[RunSettings, str, list[str]]:
     """The settings that `tailrace train` would take, the recipe they come from, and the overrides.
 
-    `environment` is one's name, for the model and limits of `recipe`; or a recipe or TOML file, for all of its own.
+    `environment` is one's name, for the model and limits of `recipe`; or a recipe or TOML file, for all of its own. Of
+    a recipe with several environments the one of that name is tried as it is there.
     """
-    chosen = list(overrides)
     if environment.endswith(".toml") or environment in list_recipes():
-        recipe = environment
+        recipe, chosen = environment, list(overrides)
     else:
-        chosen = ["--environment.name", environment, *chosen]
+        chosen = [*_in_place_of_its_own(environment, read_settings_file(recipe).table), *overrides]
     return load_settings(recipe, chosen), recipe, chosen
+
+
+def _in_place_of_its_own(environment: str, recipe: Table) -> list[str]:
+    """Overrides that leave a recipe with the environment of this name."""
+    entries = recipe.get("environments")
+    if not isinstance(entries, list) or len(entries) < 2:
+        return ["--environment.name", environment]
+    own = [entry for entry in entries if isinstance(entry, dict) and entry.get("name") == environment]
+    return ["--environments", as_toml(own or [{"name": environment}])]
 
 
 async def try_environments(
