@@ -83,7 +83,12 @@ class NamedReward:
             for name in dict.fromkeys(name for task in tasks for name in task.row)
             if name not in _NOT_COLUMNS
         }
-        given: dict[str, object] = {**columns, "trainer_state": state}
+        given: dict[str, object] = {
+            "prompts": [one.messages[: one.num_prompt_messages] for one in rollouts],
+            "completions": [one.messages[one.num_prompt_messages :] for one in rollouts],
+            **columns,
+            "trainer_state": state,
+        }
         if environments:
             given["environments"] = list(environments)
         accepted = _accepted(self.function)
@@ -91,9 +96,7 @@ class NamedReward:
             given["completion_ids"] = [np.frombuffer(one.completion_ids, np.int32).tolist() for one in rollouts]
         if accepted is not None:
             given = {name: value for name, value in given.items() if name in accepted}
-        prompts = [one.messages[: one.num_prompt_messages] for one in rollouts]
-        completions = [one.messages[one.num_prompt_messages :] for one in rollouts]
-        return self.function(prompts=prompts, completions=completions, **given)
+        return self.function(**given)
 
 
 def needs_environments(function: RewardsFunction) -> bool:

@@ -22,9 +22,9 @@ from tailrace.environments import (
     Task,
     load_environment,
 )
-from tailrace.environments.named_rewards import checked_values, weighted_sum
+from tailrace.environments.named_rewards import ScoredRollout, TrainerState, checked_values, weighted_sum
 from tailrace.errors import EnvironmentFailed, InvalidReward, RolloutError, RolloutTimeout, SettingsError
-from tailrace.records import Group, GroupId, Reward, Rollout, RolloutId, SamplingParams, ToolSpec
+from tailrace.records import Group, GroupId, Reward, Rollout, RolloutId, SamplingParams, TaskId, ToolSpec
 from tailrace.rollouts import ChatRenderer, LoadedEnvironment, Rollouter, RolloutSettings
 from tailrace.rollouts.run_facts import RunFacts
 from tests.support.chat_models import CHATML, save_chat_model
@@ -92,6 +92,25 @@ async def test_synchronous_functions_run_in_another_process_unless_they_are_trus
     assert here == Reward(float(os.getpid()), {"pid": float(os.getpid())})
     assert apart is not None
     assert apart != here
+
+
+def test_a_function_gets_what_its_parameters_name() -> None:
+    def of_the_row(word: list[str]) -> list[float]:
+        return [float(len(one)) for one in word]
+
+    def of_the_reply(completions: list[list[Message]]) -> list[float]:
+        return [float(len(one)) for one in completions]
+
+    def of_the_prompt(prompts: list[list[Message]], *, trainer_state: TrainerState) -> list[float]:
+        return [float(len(one) + trainer_state.max_steps) for one in prompts]
+
+    task = Task(TaskId("own/train/0"), "own", 0, {"word": "fine", "prompt": "not a column"})
+    rollout = ScoredRollout([*SHOWN, said("assistant", "six")], len(SHOWN))
+    values = [
+        NamedReward(function).call([task], [rollout], TrainerState(max_steps=10))
+        for function in (of_the_row, of_the_reply, of_the_prompt)
+    ]
+    assert values == [[4.0], [1.0], [13.0]]
 
 
 @pytest.mark.parametrize("trusted", [False, True])
