@@ -273,6 +273,8 @@ def give(group: Group) -> Group | list[object]:
     """Scores a group by what is short for rewards, or by what is none."""
     count = len(group.rollouts)
     match group.task["behave"]:
+        case "plain numbers":
+            return [*map(float, range(count))]
         case "results and numbers":
             return [AgentResult(0.5), *map(float, range(1, count))]
         case "results and words":
@@ -292,7 +294,7 @@ async def rank(group: Group) -> Group | list[Group] | list[AgentResult] | None:
         case "split":
             first, *others = group.rollouts
             return [Group(group.group_id, group.task, [first], metadata={"part": 0}), replace_rollouts(group, others)]
-        case "numbers" | "words" | "results and numbers" | "results and words" | "metrics of a word":
+        case "numbers" | "plain numbers" | "words" | "results and numbers" | "results and words" | "metrics of a word":
             return give(group)  # type: ignore[return-value]
         case "drop":
             return None

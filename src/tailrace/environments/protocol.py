@@ -199,10 +199,12 @@ RewardFunction: TypeAlias = Callable[
     [Task, list[Message]], AgentResult | Reward | float | Awaitable[AgentResult | Reward | float]
 ]
 """Scores a finished rollout by its task and its whole conversation."""
-ScoreGroup: TypeAlias = Callable[[Group], Awaitable[Group | list[Group] | list[AgentResult] | None]]
+GroupScore: TypeAlias = Group | list[Group] | Sequence[AgentResult | Reward | float] | None
+ScoreGroup: TypeAlias = Callable[[Group], Awaitable[GroupScore]]
 """Rescores, splits or (None) discards a complete group; its rollouts have their own rewards already.
 
-It sets `rollout.reward` and returns the group, or returns one `AgentResult` per rollout, in their order."""
+It sets `rollout.reward` and returns the group, or returns one `AgentResult` per rollout, in their order, or a short
+form of it."""
 TaskRows: TypeAlias = Sequence[Mapping[str, Json]]
 """Task rows by index: a list, a `datasets.Dataset`, or a class of your own that generates a row when asked for it.
 

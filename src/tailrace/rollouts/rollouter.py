@@ -12,6 +12,7 @@ from typing import Any
 
 from tailrace.environments import AgentResult, EnvironmentSpec, ScoreGroup
 from tailrace.environments.outside import AnswerClient
+from tailrace.environments.protocol import GroupScore
 from tailrace.errors import RequestRefused, RolloutError, SettingsError
 from tailrace.records import Generate, Group, GroupId, Json, Rollout, RolloutId, SamplingParams, Task
 from tailrace.rollouts.agent_workers import AgentWorkers, PlayedRollout, WorkerPlace, WorkerWatch
@@ -363,9 +364,7 @@ class Rollouter:
             stages.append(_scored_in(agents, ScoredBy.JUDGE, judge))
         return stages
 
-    async def _score_by_own(
-        self, score_group: ScoreGroup, group: Group
-    ) -> Group | list[Group] | list[AgentResult] | None:
+    async def _score_by_own(self, score_group: ScoreGroup, group: Group) -> GroupScore:
         """What an environment's own `score_group` returns. Raises for columns as `require_own_column` does."""
         rollouts = list(group.rollouts)
         before = _columns_of(rollouts)
@@ -398,7 +397,7 @@ def _scored_in(agents: AgentWorkers | None, by: ScoredBy, here: ScoreGroup) -> S
     if agents is None:
         return here
 
-    async def score(group: Group) -> Group | list[Group] | list[AgentResult] | None:
+    async def score(group: Group) -> GroupScore:
         scored = await agents.score(group, by=by)
         return await here(group) if scored is None else scored
 

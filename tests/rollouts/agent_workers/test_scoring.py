@@ -50,7 +50,9 @@ def shown(groups: list[Group]) -> list[object]:
     ]
 
 
-@pytest.mark.parametrize("behave", ["well", "results", "numbers", "results and numbers", "split", "drop"])
+@pytest.mark.parametrize(
+    "behave", ["well", "results", "numbers", "plain numbers", "results and numbers", "split", "drop"]
+)
 async def test_a_group_is_scored_in_a_worker_as_on_the_loop(renderer: ChatRenderer, behave: str) -> None:
     found = []
     for workers in (0, 1):

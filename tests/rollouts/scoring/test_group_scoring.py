@@ -297,6 +297,33 @@ async def test_results_for_a_group_replace_the_rewards_and_keep_what_came_with_t
     assert [rewards[name] for name in ("abstain", "too_many", "endless")] == [Reward(0.5, {"own": 0.5})] * 3
 
 
+async def test_what_comes_with_a_result_without_a_reward_is_added_to_the_rollouts_own(renderer: ChatRenderer) -> None:
+    async def comment(group: Group) -> list[AgentResult]:
+        return [AgentResult(None, {"style": 2.0}, {"why": "brief"})]
+
+    spec = spec_of(score_group=comment)
+    rewarded, unscored = group_of(spec), group_of(spec, 1)
+    unscored.rollouts[0].reward = None
+    async with rollouter(renderer, spec, score_errors={"on_error": "keep_unscored"}) as rollouts:
+        for group in (rewarded, unscored):
+            assert await rollouts.score(group) == [group]
+    assert rewarded.rollouts[0].reward == Reward(0.5, {"own": 0.5, "style": 2.0}, {"why": "brief"})
+    assert unscored.rollouts[0].reward is None
+    assert (unscored.rollouts[0].metrics, unscored.rollouts[0].metadata) == ({"style": 2.0}, {"why": "brief"})
+
+
+@pytest.mark.parametrize("short", [3, 3.0, True, np.float32(3.0), np.bool_(True), Reward(3.0)])
+async def test_a_result_for_a_group_has_short_forms(renderer: ChatRenderer, short: float) -> None:
+    async def rank(group: Group) -> list[float]:
+        return [short]
+
+    spec = spec_of(score_group=rank)
+    group = group_of(spec)
+    async with rollouter(renderer, spec) as rollouts:
+        assert await rollouts.score(group) == [group]
+    assert group.rollouts[0].reward == Reward(1.0 if isinstance(short, bool | np.bool_) else 3.0, {"own": 0.5})
+
+
 async def measured(rollouts: Rollouter, spec: EnvironmentSpec) -> dict[str, EvaluationResult]:
     runner = rollouts.runner(evaluation_seed=0)
     return await evaluate([spec.train_task(0)] * 2, runner, SchedulingSettings(), concurrency=1)

@@ -14,6 +14,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from copy import copy
+from numbers import Real
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -195,18 +196,26 @@ async def _run_stages(group: Group, stages: Sequence[ScoreGroup], members: Seque
                 f"task {group.task.task_id}: score_group returned {len(results)} results for {len(members)} rollouts"
             )
         for rollout, result in zip(members, results, strict=True):
-            if result.reward is not None:
-                merged = result.over(as_agent_result(rollout.reward))
-                rollout.reward = Reward(result.reward, merged.metrics, merged.info)
+            own = as_agent_result(rollout.reward)
+            merged = result.over(own)
+            reward = own.reward if result.reward is None else result.reward
+            if reward is None:
+                _leave_unscored(rollout, result)
+            else:
+                rollout.reward = Reward(reward, merged.metrics, merged.info)
     return group
 
 
 def results_in(returned: object) -> list[AgentResult] | None:
-    """The results for rollouts that `score_group` returned, short forms among them; None where it returned groups.
+    """The results for rollouts that `score_group` returned, short forms of them too; None where it returned groups.
 
     Raises as `as_agent_result` does.
+
+    >>> results_in([0.5, None])
+    [AgentResult(reward=0.5, metrics={}, info={}), AgentResult(reward=None, metrics={}, info={})]
     """
-    if not isinstance(returned, list | tuple) or not any(isinstance(one, AgentResult) for one in returned):
+    forms = AgentResult | Reward | Real | np.bool_
+    if not isinstance(returned, list | tuple) or not any(isinstance(one, forms) for one in returned):
         return None
     return [as_agent_result(one) for one in returned]
 
