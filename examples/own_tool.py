@@ -40,7 +40,7 @@ async def agent(task: Task, policy: Policy) -> AgentResult:
         messages.append(reply.message)
         if not reply.tool_calls:
             break
-        messages += await answer_tool_calls(reply, {"sits_by": sits_by})
+        messages += await answer_tool_calls(reply, {"sits_by": sits_by}, [SITS_BY])
         called += len(reply.tool_calls)
     neighbours = "\n".join(NEIGHBOURS[name] for name in task["names"])
     right = SequenceMatcher(None, reply.content.strip(), neighbours).ratio()

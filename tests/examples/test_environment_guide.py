@@ -49,3 +49,10 @@ async def test_the_tool_on_the_page_answers(page: dict[str, Any]) -> None:
     policy = ScriptedPolicy([calls("length", {"word": "sun"}), "3"])
     assert await page["count"](Task(TaskId("t"), "count", 0, {"word": "sun"}), policy) == 0.9 + 0.1
     assert policy.conversations[1][-1]["content"] == "3"
+
+
+async def test_arguments_of_another_type_come_back_to_the_policy_on_the_page(page: dict[str, Any]) -> None:
+    policy = ScriptedPolicy([calls("length", {"word": 5}), "3"])
+    assert await page["count"](Task(TaskId("t"), "count", 0, {"word": "sun"}), policy) == 0.9 + 0.1
+    told = policy.conversations[1][-1]["content"]
+    assert told == "error: length: argument 'word' must be of type string"
