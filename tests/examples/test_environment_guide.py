@@ -56,3 +56,20 @@ async def test_arguments_of_another_type_come_back_to_the_policy_on_the_page(pag
     assert await page["count"](Task(TaskId("t"), "count", 0, {"word": "sun"}), policy) == 0.9 + 0.1
     told = policy.conversations[1][-1]["content"]
     assert told == "error: length: argument 'word' must be of type string"
+
+
+@pytest.mark.parametrize(("word", "told"), [("sun", "3"), (5, "error: word must be a string")])
+async def test_the_class_with_a_tool_on_the_page_answers_and_ends(
+    page: dict[str, Any], word: object, told: str
+) -> None:
+    spec: EnvironmentSpec = page["counted"]
+    policy = ScriptedPolicy([calls("length", {"word": word}), "3"])
+    assert spec.environment is not None
+    environment = spec.environment()
+    messages = [*environment.reset(spec.train_task(0)).messages]
+    for _ in range(2):
+        reply = await policy.chat(messages, tools=[*spec.tools])
+        observation = environment.step(reply.message)
+        messages += [reply.message, *observation.messages]
+    assert messages[2]["content"] == told
+    assert (observation.done, observation.reward) == (True, 1.0)
