@@ -66,6 +66,16 @@ def test_a_tokenizer_is_copied_beside_weights(model_folder: Path, tmp_path: Path
     loading.require_chat_template("copy", tmp_path)
 
 
+def test_a_copy_has_the_named_chat_templates_too(model_folder: Path, tmp_path: Path) -> None:
+    model, copy = copied(model_folder, tmp_path / "model"), tmp_path / "copy"
+    (model / "additional_chat_templates").mkdir()
+    (model / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
+    loading.copy_tokenizer(str(model), copy)
+    shutil.copyfile(model_folder / "config.json", copy / "config.json")
+    assert loading.load_tokenizer(str(copy)).get_chat_template(tools=[{}]) == "{{ tools }}"
+    assert loading.read_tokenizer(str(model))["additional_chat_templates/tool_use.jinja"] == b"{{ tools }}"
+
+
 def test_a_copy_of_a_hubs_tokenizer_says_whose_it_is(
     model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,6 +24,8 @@ _TOKENIZERS = (
 )
 _CONTEXTS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length")
 """Names that architectures give to the number of positions they were made for."""
+NAMED_TEMPLATES = "additional_chat_templates/*.jinja"
+"""Chat templates beside `chat_template.jinja`, by their names: `tool_use`, ..."""
 UNPACKED = ("fp8", "mxfp4")
 """Ways of quantizing that transformers can undo as it loads weights."""
 _MOST_HEADER_BYTES = 100_000_000

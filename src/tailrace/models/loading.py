@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 from tailrace.errors import HubNotAnswering, ModelError
 from tailrace.extras import extra_needed
 from tailrace.models.files import (
+    NAMED_TEMPLATES,
     holds_tokenizer,
     public_name,
     quantization,
@@ -55,7 +56,7 @@ TOKENIZER_FILES = (
     "added_tokens.json",
     "generation_config.json",
 )
-"""What a model's folder may hold beside `config.json` and the weights; copied along with the weights."""
+"""What a model's folder may hold beside `config.json`, the weights and named chat templates; copied along with them."""
 
 _HUGGING_FACE_ID = re.compile(r"^[\w.-]+(/[\w.-]+)?$")
 _WHAT_A_NAME_IS = (
@@ -198,8 +199,11 @@ def copy_tokenizer(name: str, into: Path) -> None:
     folder = Path(source.location)
     is_plain = (folder / "tokenizer.json").is_file() or not holds_tokenizer(folder)
     if source.is_local and source.gguf_file is None and is_plain:
-        for file in filter(Path.is_file, (folder / file_name for file_name in TOKENIZER_FILES)):
-            shutil.copyfile(file, into / file.name)
+        files = (*(folder / file_name for file_name in TOKENIZER_FILES), *folder.glob(NAMED_TEMPLATES))
+        for file in filter(Path.is_file, files):
+            copied = into / file.relative_to(folder)
+            copied.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, copied)
     else:
         load_tokenizer(name).save_pretrained(into)
     _keep_public_name(source, into / "tokenizer_config.json")

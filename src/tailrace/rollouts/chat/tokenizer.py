@@ -1,8 +1,8 @@
 """A model's tokenizer for the orchestrator: `tokenizers` and Jinja, no torch, no transformers.
 
 Satisfies the `Tokenizer` and `OffsetTokenizer` protocols of the package `renderers`.
-Read from a folder with `tokenizer.json`, `tokenizer_config.json` and (where it is not inside the latter)
-`chat_template.jinja`, the layout in which Hugging Face models are saved.
+Read from a folder with `tokenizer.json`, `tokenizer_config.json` and (where they are not inside the latter)
+`chat_template.jinja` and `additional_chat_templates/`, the layout in which Hugging Face models are saved.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import overload
 from tokenizers import Tokenizer
 
 from tailrace.errors import ModelError
-from tailrace.models.files import is_public, own_context, public_name, read_json
+from tailrace.models.files import NAMED_TEMPLATES, is_public, own_context, public_name, read_json
 from tailrace.records import Json
 from tailrace.rollouts.chat.template import DEFAULT, ChatTemplate
 
@@ -125,7 +125,7 @@ def _chat_templates(folder: Path, config: Mapping[str, Json]) -> dict[str, str]:
     path = folder / "chat_template.jinja"
     if path.is_file():
         templates[DEFAULT] = path.read_text(encoding="utf-8")
-    for extra in sorted((folder / "additional_chat_templates").glob("*.jinja")):
+    for extra in sorted(folder.glob(NAMED_TEMPLATES)):
         templates[extra.stem] = extra.read_text(encoding="utf-8")
     if DEFAULT not in templates:
         raise ModelError(
