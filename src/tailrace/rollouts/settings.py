@@ -47,7 +47,10 @@ class RolloutSettings(BaseModel, extra="forbid", frozen=True):
     max_tokens: int = Field(256, ge=1, le=2**24, description="Tokens of one completion at most.")
     max_turns: int = Field(16, ge=1, description="Completions of one rollout at most, over all its branches.")
     max_rollout_tokens: int | None = Field(
-        None, ge=2, description="Tokens of one rollout at most, over all branches. Unset: the model's limit."
+        None,
+        ge=2,
+        description="Tokens of one rollout at most, over all branches. Unset: each branch has its context's limit "
+        "alone.",
     )
     timeout_s: float = Field(600.0, gt=0, description="Seconds one rollout may take, reward included.")
     reward_timeout_s: float | None = Field(None, gt=0, description="Seconds for `score_group`. Unset: as `timeout_s`.")
