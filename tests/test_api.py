@@ -124,13 +124,15 @@ def test_a_second_interrupt_ends_everything_at_once_and_is_raised(tmp_path: Path
 
 def test_environments_may_be_objects_of_this_process_or_of_a_module() -> None:
     here = EnvironmentSpec(name="here", agent=run_environments.answer, train_tasks=[{"word": "a"}, {"word": "b"}])
-    settings = {"name": "two", "model": {"name": "bundled:quickstart"}, "environments": [here, run_environments.words]}
+    environments = [here, run_environments.words, run_environments.spelling]
+    settings = {"name": "three", "model": {"name": "bundled:quickstart"}, "environments": environments}
     result = tailrace.train(settings, {"max_steps": 1, **SMALL}, runs="elsewhere")
-    assert result.summary.environments == ["here", "words"]
-    assert result.folder == Path("elsewhere/two")
+    assert result.summary.environments == ["here", "words", "spelling"]
+    assert result.folder == Path("elsewhere/three")
     written = (result.folder / "config.toml").read_text()
     assert 'name = "<program>:here"' in written
     assert 'name = "tests.support.run_environments:words"' in written  # so that any process can load it
+    assert 'name = "tests.support.run_environments:spelling"' in written
 
 
 def test_a_run_of_an_environment_of_this_process_goes_on_with_what_it_was_given_at_its_start() -> None:

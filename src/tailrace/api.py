@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
 from tailrace.config import RUNS, RunSettings, load_from_python, placed_at
+from tailrace.environments import EnvironmentSpec
 from tailrace.environments.registry import OF_THE_PROGRAM
 from tailrace.errors import DataError, LifecycleError, SettingsError
 from tailrace.lifecycle.event_loop import run_on_event_loop
@@ -216,9 +217,9 @@ class _Given:
         """A name is one already; what can be imported is named by where it is; else this process keeps it."""
         if given is None or isinstance(given, str):
             return given  # what reads the settings says what is wrong with None
-        module, own = getattr(given, "__module__", ""), _own_name(given)
-        if module != "__main__" and getattr(sys.modules.get(module), own, None) is given:
-            return f"{module}:{own}"
+        if (importable := _importable_name(given)) is not None:
+            return importable
+        own = _own_name(given)
         name, number = f"{OF_THE_PROGRAM}{own}", 1
         while self.objects.setdefault(name, given) is not given:
             number += 1
@@ -245,6 +246,28 @@ def _plain(value: Any, what: str) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(one, what) for one in value]
     return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
+def _importable_name(given: object) -> str | None:
+    """`module:attribute` of what a module holds; None for what only this program has."""
+    own = _own_name(given)
+    for name in _modules_of(given):
+        module = sys.modules.get(name)
+        if module is None or name == "__main__":
+            continue
+        for attribute in (own, *vars(module)):
+            if getattr(module, attribute, None) is given:
+                return f"{name}:{attribute}"
+    return None
+
+
+def _modules_of(given: object) -> list[str]:
+    """Where it may have been defined: a spec, which does not know, beside one of its parts."""
+    parts: list[object] = [given]
+    if isinstance(given, EnvironmentSpec):
+        named = (reward.function for reward in given.rewards.values())
+        parts = [given.agent, given.environment, given.reward, given.score_group, *named]
+    return [str(getattr(part, "__module__", "")) for part in parts if part is not None]
 
 
 def _own_name(given: object) -> str:

@@ -35,6 +35,10 @@ def words(count: int = 256, held_out: int = 8) -> EnvironmentSpec:
     return EnvironmentSpec(name="words", agent=answer, train_tasks=rows, held_out=held_out, trusted=True)
 
 
+spelling = EnvironmentSpec(name="spelling", agent=answer, train_tasks=[{"word": "a"}, {"word": "b"}])
+"""Finished, as a module may have it."""
+
+
 def empty() -> EnvironmentSpec:
     return EnvironmentSpec(name="empty", agent=answer)
 
