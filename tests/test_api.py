@@ -124,7 +124,8 @@ def test_a_second_interrupt_ends_everything_at_once_and_is_raised(tmp_path: Path
 
 def test_environments_may_be_objects_of_this_process_or_of_a_module() -> None:
     here = EnvironmentSpec(name="here", agent=run_environments.answer, train_tasks=[{"word": "a"}, {"word": "b"}])
-    environments = [here, run_environments.words, run_environments.spelling]
+    words = {"name": run_environments.words, "args": {"count": np.int64(64)}}
+    environments = [here, words, run_environments.spelling]
     settings = {"name": "three", "model": {"name": "bundled:quickstart"}, "environments": environments}
     result = tailrace.train(settings, {"max_steps": 1, **SMALL}, runs="elsewhere")
     assert result.summary.environments == ["here", "words", "spelling"]
@@ -133,6 +134,7 @@ def test_environments_may_be_objects_of_this_process_or_of_a_module() -> None:
     assert 'name = "<program>:here"' in written
     assert 'name = "tests.support.run_environments:words"' in written  # so that any process can load it
     assert 'name = "tests.support.run_environments:spelling"' in written
+    assert "count = 64" in written
 
 
 def test_a_run_of_an_environment_of_this_process_goes_on_with_what_it_was_given_at_its_start() -> None:
@@ -184,6 +186,17 @@ def test_what_is_wrong_is_told_with_its_place() -> None:
         ("quickstart", {"environment": {"name": "own:agent", "eval_data": rows}}, r"eval_data .*eval_tasks=rows\)"),
         ("quickstart", {"environment": None}, r"changes: environment\.name = None: input should be a valid string"),
         ("quickstart", {"environment.data": rows}, r"of type list, .*train_tasks=rows\)"),
+        (
+            {"environments": [{"name": "own:agent", "args": {"most": threading.Lock()}}]},
+            {},
+            r"^settings: environments\.0\.args\.most is of type lock; .* give numbers, text, lists and tables",
+        ),
+        (
+            "quickstart",
+            {"environment": {"name": run_environments.words, "args": {"counts": [1, object()]}}},
+            r"^changes: environment\.args\.counts\.1 is of type object; settings are written down",
+        ),
+        ("quickstart", {"trainer.loss.args": {"scale": np.ones(2)}}, r"trainer\.loss\.args\.scale is of type ndarray"),
         ("quickstart", {"model": rows * 1000}, r"changes: model = \[\{.{190,199}\.\.\.: it is a section"),
         (
             {"environments": ["words"]},

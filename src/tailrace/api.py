@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
+
+import numpy as np
+from pydantic_core import to_jsonable_python
 
 from tailrace.config import RUNS, RunSettings, load_from_python, placed_at
 from tailrace.environments import EnvironmentSpec
@@ -204,6 +207,11 @@ class _Given:
                 named[key] = self._name(value)
             elif key in ("environment.data", "environment.eval_data"):
                 _refuse_rows(key.partition(".")[2], value)
+        for key, found in _objects(named):
+            raise SettingsError(
+                f"{what}: {key} is of type {type(found).__name__}; settings are written down and sent to processes, so "
+                "give numbers, text, lists and tables, and make the rest in the code that takes them"
+            )
         return named
 
     def _entry(self, given: object) -> dict[str, Any]:
@@ -238,14 +246,28 @@ def _refuse_rows(name: str, given: object) -> None:
 
 
 def _plain(value: Any, what: str) -> Any:
-    """Tables and lists as TOML would give them, with text for paths."""
+    """Tables and lists as TOML would give them, with text for paths and Python's own numbers for NumPy's."""
     if isinstance(value, Mapping):
         if unnamed := [key for key in value if not isinstance(key, str)]:
             raise SettingsError(f"{what}: {unnamed[0]!r} names no setting: names are text")
         return {key: _plain(one, what) for key, one in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(one, what) for one in value]
+    if isinstance(value, np.generic):
+        return value.item()
     return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
+def _objects(value: Any, key: str = "") -> Iterator[tuple[str, object]]:
+    """What no JSON can hold, with its dotted name."""
+    if isinstance(value, dict | list):
+        for name, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _objects(inner, f"{key}.{name}" if key else str(name))
+    elif not isinstance(value, str):
+        try:
+            to_jsonable_python(value)
+        except ValueError:
+            yield key, value
 
 
 def _importable_name(given: object) -> str | None:
