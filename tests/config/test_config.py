@@ -123,6 +123,18 @@ ON_GPUS = ["--trainer.device", "cuda", "--generator.engine", "vllm"]
         (["--rollouts.group_size", "1"], "write rollouts.group_size = 2 or more"),
         (["--scheduling.row_tokens", "100"], "write scheduling.row_tokens = "),
         (
+            ["--model.max_model_tokens", "8192"],
+            r"model.max_model_tokens = 8192 .* is generator.max_cache_tokens = 4096: write generator.max_cache_tok",
+        ),
+        (
+            ["--rollouts.max_tokens", "4096"],
+            r"^command line: rollouts.max_tokens is 4096, .* holds generator.max_cache_tokens = 4096, prompt and",
+        ),
+        (
+            ["--environment.max_tokens", "512", "--generator.max_cache_tokens", "512"],
+            r"^command line: max_tokens of environment 'alphabet-sort' is 512, .* = 512, .*; raise it, or lower max_t",
+        ),
+        (
             ["--scheduling.group_release", "early", "--scheduling.advantage", "mean_std"],
             "is no reward less the mean of the siblings that are known",
         ),
@@ -720,6 +732,13 @@ def test_a_list_is_given_whole_or_edited_by_number_and_an_entry_cannot_be_unset(
             load_settings(path, [f"--{key}", "unset"])
 
 
+def test_a_served_context_that_no_slot_holds_is_refused_as_a_run_s_is() -> None:
+    with pytest.raises(SettingsError, match=r"^command line: model.max_model_tokens = 8192 .* generator.max_cach"):
+        load_serve_settings("bundled:quickstart", ["--model.max_model_tokens", "8192"])
+    longer = ["--model.max_model_tokens", "8192", "--generator.max_cache_tokens", "8192"]
+    assert load_serve_settings("bundled:quickstart", longer).max_model_tokens == 8192
+
+
 @pytest.mark.parametrize("port", ["²", pytest.param("9" * 5000, id="long"), "-1", ""])
 def test_what_is_no_port_is_told(port: str) -> None:
     with pytest.raises(SettingsError, match=r"^--http 127\.0\.0\.1:.* is no address: write HOST:PORT"):
@@ -747,6 +766,7 @@ def test_the_plan_says_every_budget_in_plain_words() -> None:
     [
         (["--schedule", "sync"], "Synchronous: generation and training take turns"),
         (["--trainer.ranks", "2"], "one that is silent for 300 s ends all of them."),  # which are started again
+        (["--model.max_model_tokens", "65"], "A step trains on at most 12,288 completion tokens."),  # 3 turns of 64
         (["--schedule", "one-step-off"], "At most 128 rollouts are admitted and not yet trained ((1 + 1) x 64)."),
         (["--scheduling.on_stale", "restart"], "is started again, at most 1 times, then masked."),
         (["--scheduling.over_sampling", "1.5"], "Each step starts 96 rollouts; the first 64 of finished groups"),

@@ -372,7 +372,7 @@ async def test_a_prompt_that_fills_the_context_takes_the_soft_end_from_no_later_
     assert [answer.status_code for answer in answers] == [200] * 4 + [429]
     ends = [answer.json()["choices"][0]["finish_reason"] for answer in answers[:4]]
     assert ends == ["stop", "length", "stop", "length"]
-    assert "leaves no room in the model's context of 100" in answers[4].text
+    assert "leaves no room in the context of 100 (the least of generator.max_cache_tokens" in answers[4].text
 
 
 async def test_a_completion_that_is_cut_ends_for_its_length(renderer: ChatRenderer) -> None:

@@ -80,6 +80,7 @@ def test_alarms_come_before_hints_with_figures_and_reasons() -> None:
     found = advice(lines(SICK["truncated"] | SICK["failing_environment"]))
     assert [one.severity for one in found] == ["alarm", "hint"]
     assert found[0].seen == "40 % of rollouts ended without a reward, most of them sort: timeout"
+    assert "generator.max_cache_tokens where prompts are long" in found[1].change
     assert "phase 'score'" in advice(lines(SICK["lag"]))[0].seen
 
 

@@ -352,7 +352,7 @@ async def test_a_tool_call_is_demonstrated_as_the_template_shows_it(
     ("limits", "messages", "error", "message"),
     [
         ({"takes_demonstrations": False}, [said("Bob")], SettingsError, "write trainer.loss.cross_entropy"),
-        ({"max_model_tokens": 5}, [said("Bob")], ValueError, "tokens is longer than the model's context of 5"),
+        ({"max_model_tokens": 5}, [said("Bob")], ValueError, "tokens is longer than the context of 5 "),
         ({"row_tokens": 5}, [said("Bob")], ValueError, "tokens does not fit a row of scheduling.row_tokens = 5"),
         ({}, [user("Bob")], EnvironmentFailed, "ends with the assistant's message"),
     ],
@@ -561,7 +561,7 @@ async def test_a_turn_that_waits_for_tokens_of_the_budget_can_be_cancelled_and_e
 
 async def test_a_prompt_longer_than_the_models_context_names_both_lengths(renderer: ChatRenderer) -> None:
     talk = Talk(renderer, max_model_tokens=16)
-    with pytest.raises(BudgetExceeded, match=r"a prompt of \d\d+ tokens leaves no room in the model's context of 16"):
+    with pytest.raises(BudgetExceeded, match=r"a prompt of \d\d+ tokens leaves no room in the context of 16 \(the l"):
         await talk.policy.chat([user("the quick brown fox " * 9)])
     assert talk.generate.calls == []
 

@@ -30,7 +30,7 @@ async def test_what_goes_wrong_in_rollouts_is_told_with_the_first_traceback_of_e
     assert "Traceback" in wrong
     assert "in trouble" in wrong
     assert re.search("2 failures of the kind invalid_reward; the first: .*it must be", wrong)
-    assert re.search(r"1 failure of the kind budget_exceeded; the first: .*model's context of 512", wrong)
+    assert re.search(r"1 failure of the kind budget_exceeded; the first: .*context of 512 \(.*max_cache_tokens", wrong)
     assert "rollouts had a reply cut at 6 tokens" in wrong
     assert "it holds no task out" in wrong
 
@@ -71,7 +71,7 @@ async def test_prompt_reply_reward_and_times_are_shown_and_the_prompts_tokens_wh
 async def test_a_model_s_own_context_is_the_limit_as_it_is_in_a_run(tmp_path: Path) -> None:
     short = str(copy_bundled(tmp_path / "short", max_position_embeddings=32))
     text = await tried("words", "--model.name", short, "--rollouts.max_tokens", "30")
-    assert re.search(r"a first prompt has \d+ tokens: of the 32 that prompt and reply may have together", text)
+    assert re.search(r"a first prompt has \d+ tokens: of the 32 that prompt and reply may have together \(the", text)
     assert "failure" not in text
 
 

@@ -142,6 +142,7 @@ def _rollout_tokens(settings: RunSettings) -> int:
     """Completion tokens of a rollout, at most."""
     rollouts, environments = settings.rollouts, settings.environments
     turn_tokens = max(environment.max_tokens or rollouts.max_tokens for environment in environments)
+    turn_tokens = min(turn_tokens, settings.max_model_tokens - 1)
     turns = max(environment.max_turns or rollouts.max_turns for environment in environments)
     return min(turn_tokens * turns, rollouts.max_rollout_tokens or turn_tokens * turns)
 

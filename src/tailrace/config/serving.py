@@ -6,8 +6,10 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from tailrace.config.contradictions import Contradictions
+from tailrace.config.contradictions.generators import context_beyond_slots
 from tailrace.config.gateway import GatewaySettings
 from tailrace.config.overrides import apply_overrides, parse_overrides
 from tailrace.config.problems import validated
@@ -33,6 +35,12 @@ class ServeSettings(BaseModel):
     def max_model_tokens(self) -> int:
         """Prompt and completion together, at most."""
         return min(self.model.max_model_tokens or self.generator.max_cache_tokens, self.generator.max_cache_tokens)
+
+    @model_validator(mode="after")
+    def _require_consistent(self) -> ServeSettings:
+        if found := list(context_beyond_slots(self.model, self.generator)):
+            raise Contradictions(found)
+        return self
 
 
 def load_serve_settings(model: str, overrides: Sequence[str], http: str | None = None) -> ServeSettings:

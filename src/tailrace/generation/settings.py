@@ -13,6 +13,9 @@ from tailrace.models.devices import DeviceIds, require_device_name
 
 Dtype = Literal["float32", "bfloat16"]
 
+CONTEXT_IS = "the least of generator.max_cache_tokens, model.max_model_tokens and what the model was made for"
+"""Says of a number of tokens that it is what prompt and completion may have together, and what sets it."""
+
 
 class ModelSettings(BaseModel):
     """Which model is trained."""
@@ -30,7 +33,8 @@ class ModelSettings(BaseModel):
         default=None,
         ge=2,
         le=2**24,
-        description="Prompt and completion together, in tokens; unset: what the model was made for",
+        description="Prompt and completion together, in tokens, at most generator.max_cache_tokens; unset: that, or "
+        "what the model was made for where it is less",
     )
 
 
@@ -116,7 +120,10 @@ class GeneratorSettings(BaseModel):
     )
     slots: int = Field(default=64, ge=1, le=2**16, description="Requests that run at the same time in one generator")
     max_cache_tokens: int = Field(
-        default=4096, ge=2, le=2**24, description="Tokens that one slot can hold; caps model.max_model_tokens"
+        default=4096,
+        ge=2,
+        le=2**24,
+        description="Tokens that one slot can hold: prompt and completion together, whatever the model was made for",
     )
     prefill_chunk_tokens: int = Field(
         default=512,

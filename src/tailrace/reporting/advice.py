@@ -176,7 +176,8 @@ def truncated(lines: Sequence[Line]) -> Advice | None:
         rule="truncated",
         severity="hint",
         seen=f"{share(cut)} of rollouts have a turn that ended for length",
-        change="rollouts.max_tokens, rollouts.max_turns, or a prompt that asks for less",
+        change="rollouts.max_tokens, generator.max_cache_tokens where prompts are long, rollouts.max_turns, or a "
+        "prompt that asks for less",
         metrics=("rollout/truncated_share",),
     )
 

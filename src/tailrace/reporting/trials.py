@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from tailrace.generation.settings import CONTEXT_IS
 from tailrace.records import Group, Int32Array, Rollout, Task
 from tailrace.reporting.conversations import conversation_lines, readable
 from tailrace.reporting.formats import NOTHING, plural, seconds
@@ -192,7 +193,7 @@ def _replies(trial: Trial) -> Iterator[str]:
     if shorter := len(cut) - at_most:
         yield (
             f"{shorter} {of} had a reply cut before rollouts.max_tokens = {most}: by the agent's own max_tokens, "
-            "rollouts.max_rollout_tokens, or where the model's context ended"
+            f"rollouts.max_rollout_tokens, or where the context ended{_context(trial)}"
         )
     if silent := sum(not rollout.branches for rollout in trial.finished):
         yield f"{silent} {of} never called policy.chat: there is no token to train on"
@@ -205,6 +206,11 @@ def _replies(trial: Trial) -> Iterator[str]:
         )
 
 
+def _context(trial: Trial) -> str:
+    """How long it is, and what sets that, where it is known."""
+    return "" if trial.max_model_tokens is None else f" at {trial.max_model_tokens} tokens ({CONTEXT_IS})"
+
+
 def _longest_reply(rollout: Rollout) -> int:
     """Its tokens."""
     return max((end - start for branch in rollout.branches for start, end in branch.completion_spans), default=0)
@@ -215,8 +221,8 @@ def _prompts(trial: Trial) -> Iterator[str]:
     limit, most = trial.max_model_tokens, trial.environment.sampling.max_tokens
     if limit is not None and longest + most > limit:
         yield (
-            f"a first prompt has {longest} tokens: of the {limit} that prompt and reply may have together it leaves "
-            f"{max(0, limit - longest)}, less than rollouts.max_tokens = {most}"
+            f"a first prompt has {longest} tokens: of the {limit} that prompt and reply may have together "
+            f"({CONTEXT_IS}) it leaves {max(0, limit - longest)}, less than rollouts.max_tokens = {most}"
         )
 
 

@@ -1,4 +1,4 @@
-"""What the turns of one rollout may cost: turns, tokens of all its branches, and the model's context."""
+"""What the turns of one rollout may cost: turns, tokens of all its branches, and the context of each."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from tailrace.errors import BudgetExceeded
+from tailrace.generation.settings import CONTEXT_IS
 from tailrace.records import Rollout
 from tailrace.rollouts.chat.conversations import BranchConversation
 
@@ -46,7 +47,9 @@ class TurnBudget:
             limits.append(asked)
         if (context := self.max_model_tokens) is not None:
             if prompt >= context:
-                raise self._exhausted(f"a prompt of {prompt} tokens leaves no room in the model's context of {context}")
+                raise self._exhausted(
+                    f"a prompt of {prompt} tokens leaves no room in the context of {context} ({CONTEXT_IS})"
+                )
             limits.append(context - prompt)
         if (most := self._max_rollout_tokens) is not None:
             used = self._rollout.num_tokens + context_tokens
@@ -61,7 +64,8 @@ class TurnBudget:
         """Raises `ValueError` for one that the model, or a row of the trainer's, cannot hold."""
         if self.max_model_tokens is not None and num_tokens > self.max_model_tokens:
             raise ValueError(
-                f"a demonstration of {num_tokens} tokens is longer than the model's context of {self.max_model_tokens}"
+                f"a demonstration of {num_tokens} tokens is longer than the context of {self.max_model_tokens} "
+                f"({CONTEXT_IS})"
             )
         if self._row_tokens is not None and num_tokens > self._row_tokens:
             raise ValueError(

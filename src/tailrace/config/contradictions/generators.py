@@ -14,7 +14,7 @@ from tailrace.transport.keys import require_safe_address
 
 if TYPE_CHECKING:
     from tailrace.config.settings import RunSettings
-    from tailrace.generation.settings import GeneratorSettings
+    from tailrace.generation.settings import GeneratorSettings, ModelSettings
 
 _SUPPORT_IDS = 2**31
 
@@ -144,6 +144,35 @@ def _support_room(settings: RunSettings) -> Iterator[Contradiction]:
         )
 
 
+def context_beyond_slots(model: ModelSettings, generator: GeneratorSettings) -> Iterator[Contradiction]:
+    """A context that was asked for and that no slot holds; of a run, and of a generator that no run started."""
+    chosen, most = model.max_model_tokens, generator.max_cache_tokens
+    if chosen is not None and chosen > most:
+        yield Contradiction(
+            f"model.max_model_tokens = {chosen} asks for a longer context than a slot holds, which is "
+            f"generator.max_cache_tokens = {most}: write generator.max_cache_tokens = {chosen}",
+            *("model.max_model_tokens", "generator.max_cache_tokens"),
+        )
+
+
+def _contexts(settings: RunSettings) -> Iterator[Contradiction]:
+    """`model.max_model_tokens` may be below a completion's limit: it becomes the model's own context where unset."""
+    yield from context_beyond_slots(settings.model, settings.generator)
+    most, asked = settings.generator.max_cache_tokens, dict[str, tuple[str, int]]()
+    for one in settings.environments:
+        if one.max_tokens is None:
+            asked["rollouts.max_tokens"] = "rollouts.max_tokens", settings.rollouts.max_tokens
+        else:
+            asked[f"max_tokens of environment {one.id or one.name!r}"] = "environments", one.max_tokens
+    for what, (key, tokens) in asked.items():
+        if tokens >= most:
+            yield Contradiction(
+                f"{what} is {tokens}, which leaves no room for a prompt in a slot: that holds "
+                f"generator.max_cache_tokens = {most}, prompt and completion together; raise it, or lower {what}",
+                *(key, "generator.max_cache_tokens"),
+            )
+
+
 def _temperatures(settings: RunSettings) -> Iterator[Contradiction]:
     for key, temperature in settings.temperatures_outside(LEAST_TEMPERATURE, math.inf):
         yield Contradiction(
@@ -166,5 +195,6 @@ CHECKS = (
     _router_replay,
     _supports,
     _support_room,
+    _contexts,
     _temperatures,
 )

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 import msgspec
 
 from tailrace.errors import EngineFailed, RequestRefused, SettingsError
+from tailrace.generation.settings import CONTEXT_IS
 from tailrace.records import (
     ExpertArray,
     FinishReason,
@@ -163,8 +164,8 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
         context = request.context_token_ids
         if len(context) + 1 > self.max_model_tokens:
             raise RequestRefused(
-                f"{name} has {len(context)} tokens before the first new one; the model's context holds "
-                f"{self.max_model_tokens}, one of which must be left (model.max_model_tokens)"
+                f"{name} has {len(context)} tokens before the first new one, and one must be left of the context of "
+                f"{self.max_model_tokens} ({CONTEXT_IS})"
             )
         if request.prefix_tokens >= request.sampling.max_tokens:
             raise RequestRefused(

@@ -14,7 +14,7 @@ from tailrace.generation.settings import GeneratorSettings
 _SAID_BY_OURS = {
     "model": "model.name",
     "dtype": "model.dtype",
-    "max_model_len": "model.max_model_tokens",
+    "max_model_len": "generator.max_cache_tokens",
     "tensor_parallel_size": "generator.tensor_parallel",
     "seed": "generator.seed",
     "enable_return_routed_experts": "generator.return_routed_experts",

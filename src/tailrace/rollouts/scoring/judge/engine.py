@@ -8,6 +8,7 @@ from itertools import count
 from typing_extensions import override
 
 from tailrace.errors import ChatFailed, EnvironmentFailed, RequestRefused
+from tailrace.generation.settings import CONTEXT_IS
 from tailrace.records import (
     FinishReason,
     Generate,
@@ -72,6 +73,7 @@ class EngineChat(Chat):
         room = self._max_model_tokens - prompt_tokens
         if room < 1:
             raise RequestRefused(
-                f"a prompt of {prompt_tokens} tokens leaves no room in the model's context of {self._max_model_tokens}"
+                f"a prompt of {prompt_tokens} tokens leaves no room in the context of {self._max_model_tokens} "
+                f"({CONTEXT_IS})"
             )
         return min(max_tokens, room)
