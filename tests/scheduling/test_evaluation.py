@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
@@ -186,6 +187,43 @@ def test_an_outage_holds_up_no_other_environment() -> None:
     assert len(results["b"].rewards) == len(ended_s) == 32
     assert max(ended_s) < 10.0
     assert len(results["a"].rewards) == 32 - sum(results["a"].failed.values()) >= 32 - FAILURES_IN_A_ROW
+
+
+@pytest.mark.parametrize("outage_s", [100.0, math.inf], ids=["that ends", "that lasts"])
+def test_in_an_outage_one_rollout_tries_and_the_others_wait_for_it(outage_s: float) -> None:
+    began_s: list[float] = []
+
+    def failing(task: Task, attempt: int, now_s: float) -> Exception | None:
+        if task.environment == "a":
+            began_s.append(now_s)
+        return FAILURES["environment_failed"]("away") if task.environment == "a" and now_s < outage_s else None
+
+    results, lasted_s = Flaky(failing).evaluated(max_failing_s=300.0)
+    assert Counter(now_s for now_s in began_s if 0 < now_s < min(outage_s, 300.0)).most_common(1)[0][1] == 1
+    if outage_s < 300.0:
+        first_s = next(now_s for now_s in began_s if now_s >= outage_s)
+        assert began_s.count(first_s) == 1
+        assert began_s.count(first_s + 1.0) > 1  # it had come back
+        assert len(results["a"].rewards) >= 32 - FAILURES_IN_A_ROW
+    else:
+        assert results["a"].failed == {"environment_failed": 32}
+        assert lasted_s == pytest.approx(300.0)
+
+
+def test_one_that_is_refused_where_it_tries_leaves_the_turn_to_others() -> None:
+    tried_s: list[float] = []
+
+    def failing(task: Task, attempt: int, now_s: float) -> Exception | None:
+        if task.environment == "b":
+            return None
+        if now_s < 10.0:
+            return FAILURES["environment_failed"]("away")
+        tried_s.append(now_s)
+        return RequestRefused("too long") if now_s == tried_s[0] else None
+
+    results, lasted_s = Flaky(failing).evaluated()
+    assert "request_refused" in results["a"].failed
+    assert lasted_s < 60.0
 
 
 def test_code_that_is_wrong_is_not_waited_for() -> None:

@@ -5,7 +5,7 @@
 Beside training an evaluation has slots of its own, which admission leaves free; nothing is paused. New weights arrive
 meanwhile, so a result says which versions sampled it. One evaluation runs at a time; of those that fall due meanwhile
 only the newest is made. Nothing of it enters the ledger or the staleness budget. As in training, a task that fails is
-tried again where that may help, and an environment that fails on and on pauses.
+tried again where that may help, and an environment that fails on and on pauses: then one task of it tries.
 """
 
 from __future__ import annotations
@@ -99,6 +99,8 @@ class _Walk:
         self._max_retries, self._max_failing_s = scheduling.max_retries, scheduling.max_failing_s
         self._backoff, self._now_s = Backoff(), asyncio.get_running_loop().time
         self._is_patient = True
+        self._resumes = asyncio.Event()
+        """Set when an environment may work again, or another rollout may try it."""
         self._tallies: dict[str, _Tally] = {}
         self._slots, self._concurrency = asyncio.Semaphore(0), 0
         self.ended = 0
@@ -121,6 +123,7 @@ class _Walk:
     def hurry(self) -> None:
         """Nothing is tried again from now on, and no outage waited for: the rest may have little time."""
         self._is_patient, self._max_retries = False, 0
+        self._resumes.set()
 
     async def _measure(self, task: Task, number: int) -> None:
         tally = self._tallies.setdefault(task.environment, _Tally())
@@ -143,7 +146,7 @@ class _Walk:
         group_id = GroupId(f"{self._name}/{task.task_id}#{number}")
         attempts, failures = itertools.count(), 0
         while True:
-            await self._until_it_may_try(task.environment)
+            await self._until_it_may_try(task.environment, group_id)
             try:
                 rollout = await self._attempt(task, group_id, next(attempts))
             except RolloutError as error:
@@ -155,25 +158,40 @@ class _Walk:
                 if failures > self._max_retries:
                     raise
             else:
-                self._backoff.came_back(task.environment, "rollouts", now_s=self._now_s())
+                if self._backoff.came_back(task.environment, "rollouts", now_s=self._now_s()):
+                    self._resumes.set()
                 return rollout
 
     async def _attempt(self, task: Task, group_id: GroupId, attempt: int) -> Rollout:
         rollout_id = RolloutId(f"{group_id}.{attempt}")
-        rollout = await self._runner.run(task, group_id=group_id, rollout_id=rollout_id, attempt=attempt)
-        if rollout.reward is None:  # else what scores groups, which compares rollouts, has nothing to say of one
-            await self._runner.score(Group(group_id=group_id, task=task, rollouts=[rollout]))
+        self._backoff.try_again(task.environment, group_id, rollout_id)
+        try:
+            rollout = await self._runner.run(task, group_id=group_id, rollout_id=rollout_id, attempt=attempt)
+            if rollout.reward is None:  # else what scores groups, which compares rollouts, has nothing to say of one
+                await self._runner.score(Group(group_id=group_id, task=task, rollouts=[rollout]))
+        except (RolloutError, RequestRefused):
+            if self._backoff.attempt_failed(task.environment, rollout_id):
+                self._resumes.set()
+            raise
         return rollout
 
-    async def _until_it_may_try(self, environment: str) -> None:
-        """Waits while the environment pauses, unless it has been away for too long; others have the slot meanwhile."""
-        while self._is_waited_for(environment):
+    async def _until_it_may_try(self, environment: str, group_id: GroupId) -> None:
+        """Waits while the environment pauses, and then while another rollout tries whether it works again.
+
+        Others have the slot meanwhile. Not where it has been away for too long.
+        """
+        while not self._may_try(environment, group_id):
             pause_s = self._backoff.pause_left_s(environment, now_s=self._now_s())
-            if not pause_s:
-                return
             self._slots.release()
-            await asyncio.sleep(pause_s)
+            self._resumes.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(min(pause_s or math.inf, self._patience_s(environment))):
+                    await self._resumes.wait()
             await self._slots.acquire()
+
+    def _may_try(self, environment: str, group_id: GroupId) -> bool:
+        is_waited_for = self._is_waited_for(environment)
+        return not is_waited_for or self._backoff.may_try(environment, group_id, now_s=self._now_s())
 
     def _is_of_an_outage(self, environment: str, error: RolloutError) -> bool:
         """Whether an attempt failed by an outage that is waited for. A lost worker begins none."""
@@ -182,8 +200,12 @@ class _Walk:
         return self._is_waited_for(environment)
 
     def _is_waited_for(self, environment: str) -> bool:
-        lasted_s = self._backoff.outages_s(now_s=self._now_s()).get(environment)
-        return self._is_patient and lasted_s is not None and lasted_s < self._max_failing_s
+        return self._patience_s(environment) > 0
+
+    def _patience_s(self, environment: str) -> float:
+        """Seconds for which its outage is still waited for; 0 where it has none."""
+        lasted_s = self._backoff.outages_s(now_s=self._now_s()).get(environment, math.inf)
+        return max(0.0, self._max_failing_s - lasted_s) if self._is_patient else 0.0
 
 
 async def evaluate(
