@@ -14,8 +14,10 @@ from tailrace import __version__
 from tailrace.cli import main
 from tailrace.commands import Evaluate, Replay, Serve, Train, parse
 from tailrace.config import list_recipes, load_settings, read_settings_file
+from tailrace.free_ports import free_port
 from tailrace.generation.settings import GeneratorSettings
 from tailrace.run.folder import RunPaths, record_settings
+from tests.run.runs import TINY, environment
 
 
 @pytest.mark.parametrize(
@@ -245,6 +247,20 @@ def test_an_evaluation_makes_the_folders_of_what_it_saves_when_it_has_something(
     assert main(["eval", "quickstart", "--limit", "1", "--save", str(saved)]) == 0
     assert re.search(r"^alphabet-sort: mean reward \d\.\d{3} over 1 held-out tasks", capsys.readouterr().out)
     assert len(saved.read_text().splitlines()) == 1
+
+
+def test_an_evaluation_of_an_environment_that_stays_away_fails_and_says_by_what(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    away = (*environment("calling"), "--environment.args.port", str(free_port()), "--environment.eval_tasks", "4")
+    evaluate = ["eval", "quickstart", *TINY, *away, "--scheduling.max_failing_s", "0.5"]
+    assert main([*evaluate, "--json"]) == 1
+    printed = capsys.readouterr()
+    figures = json.loads(printed.out)["calling"]
+    assert (figures["tasks"], figures["failed"]) == (0, {"environment_failed": 4})
+    last = printed.err.splitlines()[-1]
+    assert last.startswith("error environment 'calling' could not be evaluated: 4 of 4 rollouts were lost; the newest")
+    assert "ConnectionRefusedError" in last
 
 
 def test_an_evaluation_prints_greedy_reward_and_conversations(capsys: pytest.CaptureFixture[str]) -> None:

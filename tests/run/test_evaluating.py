@@ -12,10 +12,14 @@ from tailrace.config import RunSettings
 from tailrace.config.sources import recipe_folder
 from tailrace.errors import EnvironmentFailed, SettingsError
 from tailrace.free_ports import free_port
-from tailrace.run.evaluating import evaluate_model, save_rollouts
+from tailrace.records import GroupId, RolloutId
+from tailrace.run.evaluating import EnvironmentEvaluation, evaluate_model, save_rollouts, unevaluated
+from tailrace.scheduling import EvaluationResult
+from tailrace.scheduling.groups import UNSCORED
 from tailrace.transport.owned_folders import shared_memory_folder
 from tests.run.runs import environment, records, tiny_settings
 from tests.run.test_serve import address_of, serving
+from tests.scheduling import world
 
 INLINE = ("--placement", "inline")
 ASKING = ("--environment.name", "tests.support.program_environments:asking")
@@ -65,6 +69,27 @@ async def test_an_environment_that_no_worker_can_load_fails_the_evaluation_once(
     held_out = ("--environment.eval_tasks", "1")
     with pytest.raises(EnvironmentFailed, match="not in a worker"):
         await evaluate_model(settings(*INLINE, *environment("loading_only_here"), *held_out))
+
+
+@pytest.mark.parametrize(("came_back", "says"), [(0, "20 of 20"), (1, "19 of 20"), (2, "")])
+@pytest.mark.parametrize("is_greedy", [False, True])
+def test_an_environment_of_which_hardly_a_rollout_came_back_could_not_be_evaluated(
+    came_back: int, says: str, is_greedy: bool
+) -> None:
+    task = world.environment().train_task(0)
+    rollout = world.make_rollout(task, GroupId("g"), RolloutId("r"), reward=1.0)
+    whole = EvaluationResult([rollout], {})
+    lost = EvaluationResult([rollout] * came_back, {"environment_failed": 20 - came_back}, "it is away")
+    measured = EnvironmentEvaluation("toy", whole if is_greedy else lost, lost if is_greedy else None, wall_s=1.0)
+    told = f"environment 'toy' could not be evaluated: {says} rollouts were lost; the newest failure: it is away"
+    assert unevaluated([measured]) == [told] * bool(says)
+
+
+def test_rollouts_that_are_kept_without_a_reward_came_back() -> None:
+    task = world.environment().train_task(0)
+    rollout = world.make_rollout(task, GroupId("g"), RolloutId("r"), reward=1.0)
+    rollout.reward = None
+    assert unevaluated([EnvironmentEvaluation("toy", EvaluationResult([rollout], {UNSCORED: 1}), None, 1.0)]) == []
 
 
 async def test_an_evaluation_needs_no_port_for_agents_that_ask_for_no_address() -> None:

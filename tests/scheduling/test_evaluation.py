@@ -226,6 +226,16 @@ def test_one_that_is_refused_where_it_tries_leaves_the_turn_to_others() -> None:
     assert lasted_s < 60.0
 
 
+def test_a_result_tells_what_the_newest_that_was_lost_failed_by() -> None:
+    results, _ = Flaky(
+        lambda task, *_: FAILURES["mistake"](f"{task.task_id}: KeyError\nTraceback") if task.index == 0 else None
+    ).evaluated()
+    assert [(result.failure, result.num_lost) for result in results.values()] == [
+        ("a/train/0: KeyError", 1),
+        ("b/train/0: KeyError", 1),
+    ]
+
+
 def test_code_that_is_wrong_is_not_waited_for() -> None:
     results, lasted_s = Flaky(lambda *_: FAILURES["mistake"]("KeyError: 'choices'")).evaluated()
     assert [result.failed for result in results.values()] == [{"environment_failed": 32}] * 2

@@ -31,11 +31,9 @@ from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import tyro
-from rich.console import Console
-from rich.markup import escape
 
 from tailrace import __version__
-from tailrace.commands.arguments import show
+from tailrace.commands.arguments import show, show_error
 from tailrace.commands.catalogue import Environments, FetchSmollm2, Recipes, Settings
 from tailrace.commands.clusters import Cluster
 from tailrace.commands.generators import Join, Key, Leave, Serve
@@ -95,7 +93,7 @@ def status_of(given: Sequence[str]) -> int:
         command, overrides = parse(given)
         return command(overrides)
     except TailraceError as error:
-        Console(stderr=True).print(f"[bold red]error[/] {escape(str(error))}", soft_wrap=True, highlight=False)
+        show_error(str(error))
         return exit_code_of(error)
     except Stopped as stopped:
         return stopped.code

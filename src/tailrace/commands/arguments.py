@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 import tyro
 from rich.console import Console
+from rich.markup import escape
 
 from tailrace.errors import SettingsError
 
@@ -65,6 +66,11 @@ def show(text: str) -> None:
 def show_progress(text: str) -> None:
     """On standard error: standard output is for the result."""
     Console(stderr=True).print(text, highlight=False, markup=False, emoji=False, soft_wrap=True)
+
+
+def show_error(text: str) -> None:
+    """What ends the command with a status that is not 0, on standard error."""
+    Console(stderr=True).print(f"[bold red]error[/] {escape(text)}", soft_wrap=True, highlight=False)
 
 
 def terminal_columns() -> int | None:

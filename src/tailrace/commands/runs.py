@@ -19,6 +19,7 @@ from tailrace.commands.arguments import (
     Steps,
     run_to_end,
     show,
+    show_error,
     show_progress,
     terminal_columns,
 )
@@ -100,7 +101,7 @@ class Evaluate:
     """Print the result as one line of JSON."""
 
     def __call__(self, overrides: list[str]) -> int:
-        """Run the command."""
+        """Run the command; 1 where an environment could not be evaluated."""
         from tailrace.config import load_settings, placed
         from tailrace.run.evaluating import (
             evaluate_model,
@@ -109,6 +110,7 @@ class Evaluate:
             evaluation_text,
             require_savable,
             save_rollouts,
+            unevaluated,
         )
 
         if self.limit is not None and self.limit < 1:
@@ -123,7 +125,10 @@ class Evaluate:
         show(evaluation_json(found) if self.json else evaluation_text(settings.model.name, found))
         if self.save is not None:
             save_rollouts(found, self.save, "--save")
-        return 0
+        failures = unevaluated(found)
+        for failure in failures:
+            show_error(failure)
+        return int(bool(failures))
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,9 @@ from tailrace.run.parts import (
 from tailrace.run.playing import Playing, Progress, ReportProgress, playing
 from tailrace.scheduling import EvaluationResult, evaluate
 
+_LEAST_SHARE = 0.1
+"""Of an environment's rollouts; where fewer came back, it could not be evaluated."""
+
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentEvaluation:
@@ -110,6 +113,22 @@ def save_rollouts(evaluations: list[EnvironmentEvaluation], path: Path, setting:
 def evaluation_text(model: str, evaluations: list[EnvironmentEvaluation]) -> str:
     """One line per environment, for people."""
     return "\n".join(_line(model, evaluation) for evaluation in evaluations)
+
+
+def unevaluated(evaluations: list[EnvironmentEvaluation]) -> list[str]:
+    """A sentence for each environment of which no rollout came back, or hardly any: its figures say nothing."""
+    return [sentence for one in evaluations if (sentence := _unevaluated(one))]
+
+
+def _unevaluated(evaluation: EnvironmentEvaluation) -> str:
+    for result in filter(None, (evaluation.result, evaluation.greedy)):
+        came_back, lost = len(result.rollouts), result.num_lost
+        if came_back < _LEAST_SHARE * (came_back + lost):
+            return (
+                f"environment {evaluation.environment!r} could not be evaluated: {lost} of {came_back + lost} rollouts "
+                f"were lost; the newest failure: {result.failure}"
+            )
+    return ""
 
 
 def _line(model: str, evaluation: EnvironmentEvaluation) -> str:

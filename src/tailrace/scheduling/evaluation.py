@@ -34,6 +34,13 @@ class EvaluationResult:
 
     rollouts: list[Rollout]
     failed: dict[str, int]
+    failure: str = ""
+    """What the newest of those that were lost failed by, in a line."""
+
+    @property
+    def num_lost(self) -> int:
+        """Rollouts that failed for good."""
+        return sum(self.failed.values()) - self.failed.get(UNSCORED, 0)
 
     @property
     def rewards(self) -> list[float]:
@@ -79,9 +86,15 @@ class _Tally:
 
     finished: dict[int, Rollout] = field(default_factory=dict)
     failed: Counter[str] = field(default_factory=Counter)
+    failure: str = ""
+
+    def lose(self, error: RolloutError | RequestRefused) -> None:
+        self.failed[error.reason] += 1
+        self.failure = str(error).partition("\n")[0]
 
     def result(self) -> EvaluationResult:
-        return EvaluationResult([self.finished[number] for number in sorted(self.finished)], dict(self.failed))
+        finished = [self.finished[number] for number in sorted(self.finished)]
+        return EvaluationResult(finished, dict(self.failed), self.failure)
 
 
 class _Walk:
@@ -132,7 +145,7 @@ class _Walk:
             if rollout.reward is None:
                 tally.failed[UNSCORED] += 1
         except (RolloutError, RequestRefused) as error:
-            tally.failed[error.reason] += 1
+            tally.lose(error)
         self.ended += 1
         if self._on_ended is not None:
             self._on_ended()
