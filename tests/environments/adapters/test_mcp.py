@@ -98,7 +98,9 @@ class Front:
     That is what it was told when the message came; `may_answer` of that time holds it back.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_sessions: bool = False) -> None:
+        """`has_sessions`: by the older revisions of the protocol, which it speaks alone."""
+        self._has_sessions = has_sessions
         self.answer: tuple[int, dict[str, Json] | str] | None = None
         self.may_answer = asyncio.Event()
         self.may_answer.set()
@@ -106,14 +108,24 @@ class Front:
 
     def before(self, app: Any) -> Any:
         async def asked(scope: Any, receive: Any, send: Any) -> None:
-            if self.answer is None or scope["type"] != "http" or scope["method"] != "POST":
+            if scope["type"] != "http" or scope["method"] != "POST":
                 await app(scope, receive, send)
                 return
             body, more = b"", True
             while more:
                 event = await receive()
                 body, more = body + event["body"], event["more_body"]
-            (status, said), may_answer = self.answer, self.may_answer
+            is_refused = self._has_sessions and json.loads(body).get("method") == "server/discover"
+            answer = (404, "<html>") if is_refused else self.answer
+            if answer is None:
+                events = iter([{"type": "http.request", "body": body, "more_body": False}])
+
+                async def again() -> Any:
+                    return next(events, None) or await receive()
+
+                await app(scope, again, send)
+                return
+            (status, said), may_answer = answer, self.may_answer
             self.was_asked.set()
             await may_answer.wait()
             if isinstance(said, str):
@@ -166,6 +178,9 @@ async def test_a_server_behind_a_url_answers() -> None:
         ((404, {"code": -32600, "message": "no such session"}), EnvironmentFailed, "HTTP 404: no such session"),
         ((200, "<html>"), EnvironmentFailed, "did not answer a call of shout: Unexpected content type"),
         ((202, ""), EnvironmentFailed, "did not answer a call of shout: .*202"),
+        ((400, "<html>"), EnvironmentFailed, "did not answer a call of shout: HTTP 400"),
+        ((400, {"code": -32600, "message": "no such word"}), ToolError, "^no such word$"),
+        ((400, {"code": -32700, "message": "no such word"}), ToolError, "^no such word$"),
         ((400, {"code": -32602, "message": "no such word"}), ToolError, "^no such word$"),
         ((200, {"code": -32603, "message": "out of breath"}), ToolError, "^out of breath$"),
         ((200, {"code": -32600, "message": "no such word"}), ToolError, "^no such word$"),
@@ -186,6 +201,19 @@ async def test_of_a_server_behind_a_url_only_what_it_answers_is_for_the_policy(
                 await tools.functions["shout"](word="hush")
             front.answer = None
         assert told(await ask(server)) == "HUSH"
+        await server.close()
+
+
+async def test_a_server_behind_a_url_that_lost_a_session_costs_its_rollout_and_gives_the_next_another() -> None:
+    async with served(front := Front(has_sessions=True)) as url:
+        server = McpServer(url=url, shared=True)
+        async with server.tools() as tools:
+            for status, message in ((400, "no valid session"), (404, "no such session")):
+                front.answer = (status, {"code": -32600, "message": message})
+                with pytest.raises(EnvironmentFailed, match=f"a call of shout: HTTP {status}: {message}"):
+                    await tools.functions["shout"](word="hush")
+            front.answer = None
+            assert told(await ask(server)) == "HUSH"
         await server.close()
 
 

@@ -157,6 +157,8 @@ class _Connection:
         self._closing = asyncio.Event()
         self._transport: StdioTransport | None = None
         self._client: Client | None = None
+        self._has_sessions = True
+        """By the revision of the protocol that it speaks: a server may forget a session, and refuse its calls."""
         self._listed: asyncio.Future[list[ToolSpec]] = asyncio.get_running_loop().create_future()
         self._is_doubtful = False
         """A call met no answer, or garbage: those who use it may go on, and no other rollout is given it."""
@@ -196,10 +198,12 @@ class _Connection:
 
     async def _hold(self) -> None:
         from mcp import Client
+        from mcp_types.version import HANDSHAKE_PROTOCOL_VERSIONS
 
         try:
             async with self._connecting() as transport, Client(transport, cache=None) as client:
                 self._client = client
+                self._has_sessions = client.protocol_version in HANDSHAKE_PROTOCOL_VERSIONS
                 self._listed.set_result(await self._list(client))
                 await self._closing.wait()
         except Exception as error:  # noqa: BLE001  it is raised where the server is waited for
@@ -265,7 +269,7 @@ class _Connection:
                 if self._transport is not None:
                     await self._transport.said_all()
                 raise self._failed(f"was lost in a call of {name}") from error
-            if self.server.url is not None and not _is_answer(error, refusals):
+            if self.server.url is not None and not _is_answer(error, refusals, has_sessions=self._has_sessions):
                 self._is_doubtful = True
                 said = ": ".join([*(f"HTTP {status}" for status in refusals[-1:]), error.message])
                 raise self._failed(f"did not answer a call of {name}: {said}") from error
@@ -346,14 +350,16 @@ async def _note_refusal(response: httpx2.Response) -> None:
         refusals.append(response.status_code)
 
 
-def _is_answer(error: MCPError, refusals: Sequence[int]) -> bool:
+def _is_answer(error: MCPError, refusals: Sequence[int], *, has_sessions: bool) -> bool:
     """Whether a server by URL said so itself: the client makes errors of all that HTTP fails with, too."""
     from mcp_types import CONNECTION_CLOSED, INVALID_PARAMS, INVALID_REQUEST, PARSE_ERROR
 
     if error.code == INVALID_PARAMS:  # the client never says that, and servers do with status 400
         return True
+    if refusals:  # so they do with these, where no session can have been lost; the client gives a 400 another code
+        return not has_sessions and refusals[-1] == 400 and error.code in (INVALID_REQUEST, PARSE_ERROR)
     is_of_client = error.code in (CONNECTION_CLOSED, INVALID_REQUEST, PARSE_ERROR)
-    return not refusals and not (is_of_client and error.message.startswith(_CLIENT_SAYS))
+    return not (is_of_client and error.message.startswith(_CLIENT_SAYS))
 
 
 def _said(error: BaseException) -> str:
