@@ -372,6 +372,15 @@ async def test_a_demonstration_may_be_longer_than_what_is_sampled(renderer: Chat
     assert [branch.num_tokens > 5 for branch in talk.rollout.branches] == [True]
 
 
+async def test_what_is_demonstrated_takes_nothing_from_the_turns_that_follow(renderer: ChatRenderer) -> None:
+    prompt = len(renderer.render([user("a")]))
+    talk = Talk(renderer, ["Ada, Bob, Cleo, Ada, Bob"], max_rollout_tokens=prompt + 5)
+    talk.policy.demonstrate([user("a"), said("the quick brown fox " * 9)])
+    assert (await talk.policy.chat([user("a")])).completion.num_tokens == 5
+    with pytest.raises(BudgetExceeded, match=f"its {prompt + 5 + prompt} tokens use up"):
+        await talk.policy.chat([user("a")])
+
+
 async def test_an_evaluation_leaves_demonstrations_out(renderer: ChatRenderer) -> None:
     talk = Talk(renderer, takes_demonstrations=None)  # type: ignore[arg-type]
     talk.policy.demonstrate([user("a"), said("Bob")])

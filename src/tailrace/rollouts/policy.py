@@ -96,7 +96,7 @@ class RolloutPolicy:
         takes_demonstrations: bool | None = True,
         endpoints: Endpoints | None = None,
     ) -> None:
-        """`max_rollout_tokens` bounds all branches together, `max_model_tokens` prompt and completion of one turn.
+        """`max_rollout_tokens` bounds all branches of turns, `max_model_tokens` prompt and completion of one turn.
 
         Demonstrations are refused where it `takes_demonstrations` not, and dropped where that is None; one has
         `row_tokens` at most.
@@ -244,7 +244,7 @@ class RolloutPolicy:
             )
         with phase("render"):
             prompt, reply = self._renderer.demonstrate(self._with_system_prompt(as_text(messages)), tools)
-        self._budget.require_demonstration(len(prompt) + len(reply))
+        self._budget.demonstrate(len(prompt) + len(reply))
         branch = Branch(temperature=1.0)
         branch.extend_context(prompt)
         branch.extend_context(reply)

@@ -49,8 +49,8 @@ class RolloutSettings(BaseModel, extra="forbid", frozen=True):
     max_rollout_tokens: int | None = Field(
         None,
         ge=2,
-        description="Tokens of one rollout at most, over all branches. Unset: each branch has its context's limit "
-        "alone.",
+        description="Tokens of one rollout at most, over all branches but those that are demonstrated. Unset: each "
+        "branch has its context's limit alone.",
     )
     timeout_s: float = Field(600.0, gt=0, description="Seconds one rollout may take, reward included.")
     reward_timeout_s: float | None = Field(None, gt=0, description="Seconds for `score_group`. Unset: as `timeout_s`.")

@@ -1,4 +1,4 @@
-"""What the turns of one rollout may cost: turns, tokens of all its branches, and the context of each."""
+"""What the turns of one rollout may cost: turns, tokens of all their branches, and the context of each."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class TurnBudget:
         self._rollout, self._row_tokens = rollout, row_tokens
         self._max_turns, self._max_rollout_tokens = max_turns, max_rollout_tokens
         self.max_model_tokens = max_model_tokens
-        self._reserved_tokens = 0
+        self._reserved_tokens = self._demonstrated_tokens = 0
         self._released = asyncio.Event()
         """Some of them are free again."""
 
@@ -52,7 +52,7 @@ class TurnBudget:
                 )
             limits.append(context - prompt)
         if (most := self._max_rollout_tokens) is not None:
-            used = self._rollout.num_tokens + context_tokens
+            used = self._rollout.num_tokens - self._demonstrated_tokens + context_tokens
             if used >= most:
                 raise self._exhausted(f"its {used} tokens use up rollouts.max_rollout_tokens = {most}")
             limits.append(most - used)
@@ -60,8 +60,11 @@ class TurnBudget:
                 return None
         return min(limits)
 
-    def require_demonstration(self, num_tokens: int) -> None:
-        """Raises `ValueError` for one that the model, or a row of the trainer's, cannot hold."""
+    def demonstrate(self, num_tokens: int) -> None:
+        """A demonstration is added to the rollout, beside what its turns may cost.
+
+        Raises `ValueError` for one that the model, or a row of the trainer's, cannot hold.
+        """
         if self.max_model_tokens is not None and num_tokens > self.max_model_tokens:
             raise ValueError(
                 f"a demonstration of {num_tokens} tokens is longer than the context of {self.max_model_tokens} "
@@ -72,6 +75,7 @@ class TurnBudget:
                 f"a demonstration of {num_tokens} tokens does not fit a row of scheduling.row_tokens = "
                 f"{self._row_tokens}"
             )
+        self._demonstrated_tokens += num_tokens
 
     @contextmanager
     def reserved(self, tokens: int) -> Iterator[None]:
