@@ -125,15 +125,16 @@ def test_a_second_interrupt_ends_everything_at_once_and_is_raised(tmp_path: Path
 def test_environments_may_be_objects_of_this_process_or_of_a_module() -> None:
     here = EnvironmentSpec(name="here", agent=run_environments.answer, train_tasks=[{"word": "a"}, {"word": "b"}])
     words = {"name": run_environments.words, "args": {"count": np.int64(64)}}
-    environments = [here, words, run_environments.spelling]
-    settings = {"name": "three", "model": {"name": "bundled:quickstart"}, "environments": environments}
+    environments = [here, words, run_environments.spelling, run_environments.wrapped]
+    settings = {"name": "four", "model": {"name": "bundled:quickstart"}, "environments": environments}
     result = tailrace.train(settings, {"max_steps": 1, **SMALL}, runs="elsewhere")
-    assert result.summary.environments == ["here", "words", "spelling"]
-    assert result.folder == Path("elsewhere/three")
+    assert result.summary.environments == ["here", "words", "spelling", "wrapped"]
+    assert result.folder == Path("elsewhere/four")
     written = (result.folder / "config.toml").read_text()
     assert 'name = "<program>:here"' in written
     assert 'name = "tests.support.run_environments:words"' in written  # so that any process can load it
     assert 'name = "tests.support.run_environments:spelling"' in written
+    assert 'name = "tests.support.run_environments:wrapped"' in written
     assert "count = 64" in written
 
 
@@ -197,6 +198,8 @@ def test_what_is_wrong_is_told_with_its_place() -> None:
             r"^changes: environment\.args\.counts\.1 is of type object; settings are written down",
         ),
         ("quickstart", {"trainer.loss.args": {"scale": np.ones(2)}}, r"trainer\.loss\.args\.scale is of type ndarray"),
+        ("quickstart", {"environment.args": {"words": iter("ab")}}, r"args\.words is of type str_\w*iterator"),
+        ("quickstart", {"environment.args": {"words": {"a", "b"}}}, r"args\.words is of type set"),
         ("quickstart", {"model": rows * 1000}, r"changes: model = \[\{.{190,199}\.\.\.: it is a section"),
         (
             {"environments": ["words"]},

@@ -7,11 +7,13 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from datetime import date
+from datetime import time as clock_time
 from pathlib import Path
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, Final, NoReturn, TypeAlias
 
 import numpy as np
-from pydantic_core import to_jsonable_python
+from pydantic import BaseModel
 
 from tailrace.config import RUNS, RunSettings, load_from_python, placed_at
 from tailrace.environments import EnvironmentSpec
@@ -27,6 +29,8 @@ from tailrace.run import evaluating, training
 from tailrace.run.callbacks import Callbacks, OnMetrics
 from tailrace.run.evaluating import EnvironmentEvaluation
 
+_LEAVES: Final = str | bool | int | float | date | clock_time | BaseModel | None
+"""What a setting may be beside a table and a list; what None stands for is told with its setting."""
 Settings: TypeAlias = str | os.PathLike[str] | Mapping[str, Any] | RunSettings
 """A packaged recipe's name, a .toml file, or the same in tables.
 
@@ -259,37 +263,27 @@ def _plain(value: Any, what: str) -> Any:
 
 
 def _objects(value: Any, key: str = "") -> Iterator[tuple[str, object]]:
-    """What no JSON can hold, with its dotted name."""
+    """What no file of settings can hold, with its dotted name."""
     if isinstance(value, dict | list):
         for name, inner in value.items() if isinstance(value, dict) else enumerate(value):
             yield from _objects(inner, f"{key}.{name}" if key else str(name))
-    elif not isinstance(value, str):
-        try:
-            to_jsonable_python(value)
-        except ValueError:
-            yield key, value
+    elif not isinstance(value, _LEAVES):
+        yield key, value
 
 
 def _importable_name(given: object) -> str | None:
     """`module:attribute` of what a module holds; None for what only this program has."""
     own = _own_name(given)
-    for name in _modules_of(given):
+    # a spec does not know where it was made
+    names = list(sys.modules) if isinstance(given, EnvironmentSpec) else [str(getattr(given, "__module__", ""))]
+    for name in names:
         module = sys.modules.get(name)
         if module is None or name == "__main__":
             continue
-        for attribute in (own, *vars(module)):
-            if getattr(module, attribute, None) is given:
+        for attribute, held in [(own, getattr(module, own, None)), *vars(module).items()]:
+            if held is given and not attribute.startswith("_"):  # as `builtins._` of a Python that is typed into
                 return f"{name}:{attribute}"
     return None
-
-
-def _modules_of(given: object) -> list[str]:
-    """Where it may have been defined: a spec, which does not know, beside one of its parts."""
-    parts: list[object] = [given]
-    if isinstance(given, EnvironmentSpec):
-        named = (reward.function for reward in given.rewards.values())
-        parts = [given.agent, given.environment, given.reward, given.score_group, *named]
-    return [str(getattr(part, "__module__", "")) for part in parts if part is not None]
 
 
 def _own_name(given: object) -> str:

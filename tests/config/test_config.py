@@ -665,6 +665,13 @@ def test_naming_another_environment_drops_what_scored_the_old_one(write: Callabl
     assert chosen.model_dump(exclude_unset=True) == kept
 
 
+def test_what_a_file_says_of_an_environment_without_a_name_is_of_the_one_that_is_named_beside_it() -> None:
+    entry = {"judge": {"rubric": "brief"}, "trusted": True, "args": {"most": 3}}
+    given = {"max_steps": 1, "model": {"name": "bundled:quickstart"}, "environments": [entry]}
+    (chosen,) = load_from_python(given, {"environment.name": "reverse-text"})[0].environments
+    assert chosen.model_dump(exclude_unset=True) == {"name": "reverse-text", **entry}
+
+
 def test_an_environment_is_named_by_its_key_alone_as_by_its_name() -> None:
     for overrides in (["--environment", "arithmetic"], ["--environment={name = 'arithmetic'}"]):
         (chosen,) = load_settings("quickstart", [*overrides, "--environment.weight", "2"]).environments

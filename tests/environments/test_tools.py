@@ -59,6 +59,11 @@ async def test_arguments_are_what_the_spec_declares_or_the_policy_is_told(
     assert await answered(arguments) == says
 
 
+async def test_a_schema_that_takes_anything_is_no_error() -> None:
+    anything: ToolSpec = {"name": "repeat", "description": "", "parameters": {"properties": {"word": True}}}
+    assert await answered({"word": "no"}, specs=(anything,)) == "no"
+
+
 async def test_without_its_spec_a_tool_gets_whatever_it_can_be_called_with() -> None:
     assert await answered({"word": "no"}, specs=()) == "no"
     with pytest.raises(AttributeError):

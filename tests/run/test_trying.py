@@ -115,6 +115,17 @@ def test_of_a_recipe_with_several_environments_one_is_tried(name: str, expected:
         pass
 
 
+@pytest.mark.parametrize(("name", "tried_ids"), [("short", ["short"]), ("arithmetic", ["short", "long"])])
+def test_of_several_environments_an_id_names_one_of_those_with_the_same_name(
+    tmp_path: Path, name: str, tried_ids: list[str]
+) -> None:
+    entries = [f"[[environments]]\nname = 'arithmetic'\nid = '{one}'\n" for one in ("short", "long")]
+    path = tmp_path / "two.toml"
+    path.write_text("max_steps = 1\nmodel.name = 'bundled:quickstart'\n" + "".join(entries))
+    settings, *_ = settings_to_try(name, str(path), [])
+    assert [environment.id for environment in settings.environments] == tried_ids
+
+
 async def test_what_a_run_would_be_refused_for_is_refused() -> None:
     with pytest.raises(SettingsError, match="has no 'nowhere'"):
         await tried("nowhere")

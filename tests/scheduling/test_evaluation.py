@@ -10,8 +10,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from tailrace.errors import EngineFailed, RequestRefused
-from tailrace.records import Group, GroupId, Rollout, RolloutId, Task
+from tailrace.errors import EngineFailed, RequestRefused, WorkerLost
+from tailrace.records import Group, GroupId, Rollout, RolloutId, Task, TaskId
 from tailrace.scheduling import (
     Evaluation,
     EvaluationResult,
@@ -223,6 +223,22 @@ def test_one_that_is_refused_where_it_tries_leaves_the_turn_to_others() -> None:
 
     results, lasted_s = Flaky(failing).evaluated()
     assert "request_refused" in results["a"].failed
+    assert lasted_s < 60.0
+
+
+def test_a_task_that_costs_its_worker_does_not_try_for_the_others_for_ever() -> None:
+    slain: list[TaskId] = []
+
+    def failing(task: Task, attempt: int, now_s: float) -> Exception | None:
+        if task.environment == "b":
+            return None
+        if now_s < 10.0:
+            return FAILURES["environment_failed"]("away")
+        slain.append(task.task_id)
+        return WorkerLost("out of memory") if task.task_id == slain[0] else None
+
+    results, lasted_s = Flaky(failing).evaluated(max_retries=2)
+    assert results["a"].failed[WorkerLost.reason] == 1
     assert lasted_s < 60.0
 
 

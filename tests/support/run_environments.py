@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import os
 import signal
@@ -37,6 +38,8 @@ def words(count: int = 256, held_out: int = 8) -> EnvironmentSpec:
 
 spelling = EnvironmentSpec(name="spelling", agent=answer, train_tasks=[{"word": "a"}, {"word": "b"}])
 """Finished, as a module may have it."""
+wrapped = EnvironmentSpec(name="wrapped", agent=functools.partial(answer), train_tasks=[{"word": "a"}, {"word": "b"}])
+"""Neither it nor its agent knows in which module it is."""
 
 
 def empty() -> EnvironmentSpec:

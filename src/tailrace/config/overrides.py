@@ -197,7 +197,7 @@ def kept_by_environment(environment: Table, name: object) -> Table:
     >>> kept_by_environment({"name": "own:agent", "max_turns": 2, **ours}, "arithmetic")
     {'name': 'own:agent', 'max_turns': 2}
     """
-    if environment.get("name") == name:
+    if environment.get("name") in (None, name):  # without one it is this one's
         return environment
     return {key: value for key, value in environment.items() if key not in _OF_ONE_ENVIRONMENT}
 

@@ -26,7 +26,7 @@ _TYPES: Final[dict[Json, tuple[type, ...]]] = {
     "object": (dict,),
     "null": (NoneType,),
 }
-"""What values of JSON Schema's types are in Python, to the letter: True is no number."""
+"""What values of JSON Schema's types are in Python, to the letter: True is no number, and 2.0 no integer."""
 
 
 async def answer_tool_calls(reply: Reply, tools: Mapping[str, Tool], specs: Sequence[ToolSpec] = ()) -> list[Message]:
@@ -79,8 +79,10 @@ def _require_declared(name: str, keywords: Mapping[str, Json], schema: Mapping[s
             raise ToolError(f"{name}: argument {argument!r} must be of type {' or '.join(kinds)}")
 
 
-def _declared_types(schema: Mapping[str, Json]) -> list[str]:
-    """Empty where it declares them in another way, or not at all."""
+def _declared_types(schema: Json) -> list[str]:
+    """Empty where it declares them in another way, or not at all: a schema may be true or false."""
+    if not isinstance(schema, Mapping):
+        return []
     declared = schema.get("type", [])
     kinds: list[str] = [declared] if isinstance(declared, str) else declared
     return [*kinds, "null"] if kinds and schema.get("nullable") else kinds

@@ -29,7 +29,7 @@ def settings_to_try(environment: str, recipe: str, overrides: Sequence[str]) -> 
     """The settings that `tailrace train` would take, the recipe they come from, and the overrides.
 
     `environment` is one's name, for the model and limits of `recipe`; or a recipe or TOML file, for all of its own. Of
-    a recipe with several environments the one of that name is tried as it is there.
+    a recipe with several environments the one of that id or name is tried as it is there.
     """
     if environment.endswith(".toml") or environment in list_recipes():
         recipe, chosen = environment, list(overrides)
@@ -43,8 +43,10 @@ def _in_place_of_its_own(environment: str, recipe: Table) -> list[str]:
     entries = recipe.get("environments")
     if not isinstance(entries, list) or len(entries) < 2:
         return ["--environment.name", environment]
-    own = [entry for entry in entries if isinstance(entry, dict) and entry.get("name") == environment]
-    return ["--environments", as_toml(own or [{"name": environment}])]
+    for key in ("id", "name"):
+        if own := [entry for entry in entries if isinstance(entry, dict) and entry.get(key) == environment]:
+            return ["--environments", as_toml(own)]
+    return ["--environments", as_toml([{"name": environment}])]
 
 
 async def try_environments(

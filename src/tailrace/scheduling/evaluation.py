@@ -167,7 +167,9 @@ class _Walk:
                     continue
                 if not error.may_pass or error.is_mistake:
                     raise
-                failures += not self._is_of_an_outage(task.environment, error)
+                is_of_outage = self._is_of_an_outage(task.environment, error)
+                # a task that costs its worker, too: it would try for all others for ever
+                failures += isinstance(error, WorkerLost) or not is_of_outage
                 if failures > self._max_retries:
                     raise
             else:

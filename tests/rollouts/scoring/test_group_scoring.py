@@ -324,6 +324,17 @@ async def test_a_result_for_a_group_has_short_forms(renderer: ChatRenderer, shor
     assert group.rollouts[0].reward == Reward(1.0 if isinstance(short, bool | np.bool_) else 3.0, {"own": 0.5})
 
 
+async def test_results_of_a_group_may_all_leave_the_own_rewards(renderer: ChatRenderer) -> None:
+    async def rank(group: Group) -> list[None]:
+        return [None]
+
+    spec = spec_of(score_group=rank)
+    group = group_of(spec)
+    async with rollouter(renderer, spec) as rollouts:
+        assert await rollouts.score(group) == [group]
+    assert group.rollouts[0].reward == Reward(0.5, {"own": 0.5})
+
+
 async def measured(rollouts: Rollouter, spec: EnvironmentSpec) -> dict[str, EvaluationResult]:
     runner = rollouts.runner(evaluation_seed=0)
     return await evaluate([spec.train_task(0)] * 2, runner, SchedulingSettings(), concurrency=1)

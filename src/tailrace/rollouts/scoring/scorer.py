@@ -214,7 +214,7 @@ def results_in(returned: object) -> list[AgentResult] | None:
     >>> results_in([0.5, None])
     [AgentResult(reward=0.5, metrics={}, info={}), AgentResult(reward=None, metrics={}, info={})]
     """
-    forms = AgentResult | Reward | Real | np.bool_
+    forms = AgentResult | Reward | Real | np.bool_ | None
     if not isinstance(returned, list | tuple) or not any(isinstance(one, forms) for one in returned):
         return None
     return [as_agent_result(one) for one in returned]
