@@ -101,7 +101,7 @@ def test_prompts_are_scored_as_by_a_plain_forward_pass_beside_what_runs(engines:
                 engines.require_close(scores.top_logprobs[place], found)
                 engines.require_close(found, np.sort(whole)[::-1][: number % 4])
     assert driver.done["running"].token_ids.tolist() == greedy_reference(contract_model(), LONG_PROMPT, 30)
-    with pytest.raises(RequestRefused, match="one of which must be left"):
+    with pytest.raises(RequestRefused, match=r"one of which must be left \(the least of generator.max_cache_tokens"):
         driver.engine.add(request("long", [1] * MAX_MODEL_TOKENS, score_top_k=1, max_tokens=1))
 
 

@@ -164,8 +164,8 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
         context = request.context_token_ids
         if len(context) + 1 > self.max_model_tokens:
             raise RequestRefused(
-                f"{name} has {len(context)} tokens before the first new one, and one must be left of the context of "
-                f"{self.max_model_tokens} ({CONTEXT_IS})"
+                f"{name} has {len(context)} tokens before the first new one; the context holds "
+                f"{self.max_model_tokens}, one of which must be left ({CONTEXT_IS})"
             )
         if request.prefix_tokens >= request.sampling.max_tokens:
             raise RequestRefused(
