@@ -14,7 +14,7 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from tailrace.errors import CheckpointError, Diverged, ModelError, PeerGone, TransportError
+from tailrace.errors import CheckpointError, CorruptData, Diverged, ModelError, PeerGone, TransportError
 from tailrace.records import (
     Batch,
     CheckpointWritten,
@@ -43,7 +43,7 @@ class GivenBatches:
     """The trainer's end of a queue of batches that nobody planned."""
 
     def __init__(self, capacity: int) -> None:
-        self._waiting: asyncio.Queue[Batch | None] = asyncio.Queue()
+        self._waiting: asyncio.Queue[Batch | TransportError] = asyncio.Queue()
         self._room = asyncio.Semaphore(capacity)
 
     async def send(self, batch: Batch) -> None:
@@ -51,15 +51,19 @@ class GivenBatches:
         self._waiting.put_nowait(batch)
 
     async def receive(self) -> Batch:
-        if (batch := await self._waiting.get()) is None:
-            raise PeerGone("the batch queue is closed")
+        if isinstance(batch := await self._waiting.get(), TransportError):
+            raise batch
         return batch
 
     async def acknowledge(self, step: int) -> None:
         self._room.release()
 
     async def close(self) -> None:
-        self._waiting.put_nowait(None)
+        self._waiting.put_nowait(PeerGone("the batch queue is closed"))
+
+    def damage(self) -> None:
+        """The next batch is not what was sent."""
+        self._waiting.put_nowait(CorruptData("batch-1 is damaged"))
 
 
 class World:
@@ -76,7 +80,12 @@ class World:
         self.thread: threading.Thread | None = None
 
     def run(
-        self, max_steps: int = 3, resume_from: Path | None = None, checkpoint_every_s: float = 300.0, **settings: object
+        self,
+        max_steps: int = 3,
+        resume_from: Path | None = None,
+        checkpoint_every_s: float = 300.0,
+        restarts_ranks: bool = False,
+        **settings: object,
     ) -> asyncio.Task[TrainerEnded]:
         def make_trainer() -> Trainer:
             self.thread = threading.current_thread()
@@ -89,7 +98,11 @@ class World:
             return self.trainer
 
         plan = TrainerPlan(
-            epoch=EPOCH, checkpoints=self.checkpoints, resume_from=resume_from, checkpoint_every_s=checkpoint_every_s
+            epoch=EPOCH,
+            checkpoints=self.checkpoints,
+            resume_from=resume_from,
+            checkpoint_every_s=checkpoint_every_s,
+            restarts_ranks=restarts_ranks,
         )
         return asyncio.create_task(run_trainer(make_trainer, self.queue, self.store, self.log, plan))
 
@@ -292,6 +305,28 @@ async def test_the_end_of_the_batch_queue_is_a_failure(world: World) -> None:
     with pytest.raises(PeerGone):
         await running
     assert (await world.kinds())[-1] == "TrainerEnded"
+
+
+async def test_the_end_of_the_batch_queue_ends_no_training_where_the_trainer_is_started_again(world: World) -> None:
+    """The connection to who sends batches was lost, as it may be to any rank: they are sent again."""
+    running = world.run(restarts_ranks=True)
+    await world.until(TrainerStarted)
+    await world.queue.close()
+    with pytest.raises(PeerGone):
+        await running
+    assert await world.kinds() == ["TrainerStarted"]
+
+
+async def test_a_damaged_batch_ends_training_though_the_trainer_is_started_again(world: World) -> None:
+    """It lies where it would be read again."""
+    running = world.run(restarts_ranks=True)
+    await world.until(TrainerStarted)
+    world.queue.damage()
+    with pytest.raises(CorruptData):
+        await running
+    last = (await world.events())[-1]
+    assert isinstance(last, TrainerEnded)
+    assert (last.status, last.reason, last.error) == (RunStatus.FAILED, "batch-1 is damaged", "CorruptData")
 
 
 async def test_a_log_that_ends_is_a_failure(world: World) -> None:

@@ -218,7 +218,9 @@ async def _lead(role_settings: RoleSettings, ends: TrainerEnds, phases: PhaseRec
         working=working,
         phases=phases,
         is_elsewhere=launcher_class(settings.placement).has_roles_elsewhere,
-        restarts_ranks=restarts_trainer(settings) and launched_rank(settings.trainer) is None,
+        restarts_ranks=role_settings.where is not None
+        and restarts_trainer(settings)
+        and launched_rank(settings.trainer) is None,
     )
 
     def make_trainer() -> Trainer:

@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 from typing_extensions import override
 
-from tailrace.errors import Diverged, RankLost, TailraceError, TransportError
+from tailrace.errors import CorruptData, Diverged, RankLost, TailraceError, TransportError
 from tailrace.records import Batch
 from tailrace.training.checkpoints.files import StagedCheckpoint
 from tailrace.training.checkpoints.snapshots import Snapshot
@@ -119,7 +119,8 @@ async def follow(
     `make_trainer` is called in the thread that all compute runs in. Raises what failed here, and `RankLost` where
     another rank is gone. Where rank 0 failed, too, that has the time to end training by itself before. Else it waits
     for this rank in an exchange, and `request_stop` is called with the reason: an error of Tailrace's own would come
-    again, and nobody need start the ranks again for it. One of transport need not: batches are sent again then.
+    again, and nobody need start the ranks again for it. Rows that were lost on their way need not: they are sent again
+    then. Those that are damaged lie where they are read again.
     """
     tune_process()
     threads = [ThreadPoolExecutor(1, thread_name_prefix=name) for name in ("trainer", "trainer-checkpoint")]
@@ -131,7 +132,8 @@ async def follow(
         ranks.tell(error, lost=is_loss)
         if isinstance(error, TailraceError) and not is_loss:
             has_ended = await follower.has_seen_the_end(error)
-            if not has_ended and not isinstance(error, TransportError):
+            may_pass = isinstance(error, TransportError) and not isinstance(error, CorruptData)
+            if not (has_ended or may_pass):
                 await request_stop(str(error))
         raise
     finally:

@@ -72,7 +72,8 @@ class TrainerPlan:
     publish_dtype: Literal["float32", "bfloat16"] = "float32"
     """Of published weights: what the generators compute in."""
     restarts_ranks: bool = False
-    """Whether the loss of a rank is left to whoever started the ranks, and starts them again: it ends no training."""
+    """Whether the loss of a rank, or of who sends batches, is left to whoever started the ranks, and starts them again:
+    it ends no training."""
     is_elsewhere: bool = False
     """Whether its machine may be lost, or leave, while the run goes on: being cancelled ends no training."""
     working: Callable[[str], AbstractContextManager[object]] = nullcontext
@@ -106,6 +107,8 @@ async def run_trainer(
         await loop.end_early(RunStatus.FAILED, await loop.explained(error), type(error).__name__)
         raise
     except Exception as error:
+        if plan.restarts_ranks and isinstance(error, PeerGone):  # batches are sent again to who comes next
+            raise
         await loop.end_early(RunStatus.FAILED, *reason_and_class(error))
         await loop.release_ranks()
         raise
