@@ -100,6 +100,37 @@ def test_a_quantized_model_is_refused_where_vllm_would_keep_it_packed(
     assert main([*plan, "--model.name", str(model)]) == 0
 
 
+BESIDE = (
+    ("trainer.loss.distillation.model", ()),
+    ("trainer.loss.reference_kl.model", ("--trainer.loss.reference_kl.coefficient", "0.1")),
+)
+"""Settings that name a model beside the policy, and others that they need."""
+
+
+@pytest.mark.parametrize("policy", ["bundled:quickstart", "someone/some-model"])
+@pytest.mark.parametrize(("setting", "others"), BESIDE)
+def test_a_quantized_model_beside_the_policy_is_refused_where_it_would_have_to_be_unpacked(
+    setting: str, others: tuple[str, ...], policy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    packed = str(quantized(tmp_path / "packed"))
+    plan = ["train", "quickstart", *TINY, *environment("words"), "--max_steps", "1", "--dry-run", *others]
+    assert main([*plan, "--model.name", policy, f"--{setting}", packed]) == 2
+    assert f"model {packed!r} is quantized (awq); name its bfloat16 weights" in capsys.readouterr().err
+
+
+async def test_a_run_refuses_a_quantized_reference_before_its_folder_says_that_it_began(tmp_path: Path) -> None:
+    packed = ("--trainer.loss.reference_kl.model", str(quantized(tmp_path / "packed")))
+    with pytest.raises(ModelError, match=r"is quantized \(awq\); name its bfloat16 weights"):
+        await run_inline(tmp_path / "runs", "--max_steps", "1", *packed)
+    assert not (tmp_path / "runs" / "run").exists()
+
+
+def test_a_teacher_that_vllm_serves_may_stay_packed(tmp_path: Path) -> None:
+    teacher = ("--trainer.loss.distillation.model", str(quantized(tmp_path / "packed")))
+    elsewhere = tiny_settings("--generator.engine", "vllm", "--model.name", "someone/some-model", *teacher)
+    assert as_planned(elsewhere) is elsewhere
+
+
 @pytest.fixture
 def packed_on_a_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """The name of a model whose files this machine has in the hub's cache alone."""

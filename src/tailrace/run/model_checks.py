@@ -15,6 +15,7 @@ import re
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from tailrace.config import RunSettings
 from tailrace.errors import ModelError
@@ -73,6 +74,7 @@ def as_planned(settings: RunSettings) -> RunSettings:
     """
     if not _is_here(settings.model.name):
         require_plain_weights(settings, _cached_config(settings.model.name))
+        _require_plain_frozen(settings, only_here=True)
         return settings
     require_known_files(settings)
     _require_architecture(settings)
@@ -88,31 +90,51 @@ def as_planned(settings: RunSettings) -> RunSettings:
 def require_frozen_models(settings: RunSettings, *, only_here: bool = False) -> None:
     """Raise `ModelError` where a reference model or a teacher of the run cannot score what the policy samples.
 
-    As far as can be seen without loading them; with `only_here` those of this machine.
+    As far as can be seen without loading them; with `only_here` those of this machine, or what its cache tells.
     """
-    for model, setting, room in _frozen_models(settings):
-        if not only_here or _is_here(model):
-            _require_frozen(settings, model, setting, room=room)
+    _require_plain_frozen(settings, only_here=only_here)
+    for frozen in _frozen_models(settings):
+        if not only_here or _is_here(frozen.name):
+            _require_fitting(settings, frozen)
 
 
-def _frozen_models(settings: RunSettings) -> Iterator[tuple[str, str, int]]:
-    """Models beside the policy, by which setting, and how many tokens each reads beyond the longest branch."""
+class _Frozen(NamedTuple):
+    """A model beside the policy."""
+
+    name: str
+    setting: str
+    room: int
+    """How many tokens it reads beyond the longest branch."""
+    may_be_packed: bool
+    """Whether who holds it takes its weights quantized as they are."""
+
+
+def _frozen_models(settings: RunSettings) -> Iterator[_Frozen]:
     reference, teacher = settings.trainer.loss.reference_kl, settings.trainer.loss.distillation
     if reference is not None and reference.model not in (None, settings.model.name):
-        yield reference.model, "trainer.loss.reference_kl.model", 0
+        yield _Frozen(reference.model, "trainer.loss.reference_kl.model", 0, may_be_packed=False)
     if teacher is not None and teacher.url is None:
-        yield teacher.model, "trainer.loss.distillation.model", 1
+        by_torch = settings.generator.engine == "torch"
+        yield _Frozen(teacher.model, "trainer.loss.distillation.model", 1, may_be_packed=not by_torch)
 
 
-def _require_frozen(settings: RunSettings, model: str, setting: str, *, room: int) -> None:
-    require_weights(model)
-    require_same_vocabulary(settings.model.name, model, setting=setting)
-    context, needed = own_context(identify(model, with_weights=False).config), settings.max_model_tokens + room
-    if context is not None and context < needed:
-        beyond = ", with one more after it" if room else ""
+def _require_plain_frozen(settings: RunSettings, *, only_here: bool) -> None:
+    for frozen in _frozen_models(settings):
+        if not frozen.may_be_packed:
+            is_known = not only_here or _is_here(frozen.name)
+            config = identify(frozen.name, with_weights=False).config if is_known else _cached_config(frozen.name)
+            require_unpackable(frozen.name, config)
+
+
+def _require_fitting(settings: RunSettings, frozen: _Frozen) -> None:
+    require_weights(frozen.name)
+    require_same_vocabulary(settings.model.name, frozen.name, setting=frozen.setting)
+    context = own_context(identify(frozen.name, with_weights=False).config)
+    if context is not None and context < settings.max_model_tokens + frozen.room:
+        beyond = ", with one more after it" if frozen.room else ""
         raise ModelError(
-            f"{setting} is {model!r}, which was made for {context} tokens, and a rollout's branch may have "
-            f"{settings.max_model_tokens}{beyond}: choose another one, or lower model.max_model_tokens"
+            f"{frozen.setting} is {frozen.name!r}, which was made for {context} tokens, and a rollout's branch may "
+            f"have {settings.max_model_tokens}{beyond}: choose another one, or lower model.max_model_tokens"
         )
 
 
