@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GptOssConfig, Qwen2MoeConfig
+from torch.distributed.tensor import Shard, distribute_tensor
+from transformers import AutoModelForCausalLM, GptOssConfig, LlamaConfig, Qwen2MoeConfig
 
 from tailrace.errors import CheckpointError, ModelError
 from tailrace.models.sizes import model_sizes
-from tailrace.training.ranks import ALONE, Ranks
+from tailrace.training.model.sharding import own_share, whole
+from tailrace.training.ranks import ALONE, JoinedRanks, Ranks
 from tailrace.training.settings.trainer import TrainerSettings
 from tailrace.training.step.optimizer import make_optimizer, moment_kinds
 from tailrace.training.trainer import Trainer
@@ -156,16 +158,19 @@ def test_ranks_train_as_one_process_does(model_folder: Path, tmp_path: Path) -> 
         assert float((weight - four[name]).norm()) <= 0.05 * float((four[name] - moved[name]).norm()), name
 
 
-@pytest.fixture
-def shared_expert_folder(tmp_path: Path) -> Path:
-    """Beside two experts and their router of two rows one for all tokens, whose gate is a single row."""
+NARROW = SIZES | {"num_key_value_heads": 1, "head_dim": 4}
+"""Products to keys have four rows."""
+
+
+def save_with_shared_expert(folder: Path, num_experts: int, sizes: dict[str, int] = SIZES) -> Path:
+    """Beside experts and their router, of a row each, one for all tokens, whose gate is a single row."""
     config = Qwen2MoeConfig(
-        **SIZES, num_experts=2, num_experts_per_tok=1, moe_intermediate_size=16, shared_expert_intermediate_size=16,
-        pad_token_id=None,
+        **sizes, num_experts=num_experts, num_experts_per_tok=1, moe_intermediate_size=16,
+        shared_expert_intermediate_size=16, pad_token_id=None,
     )  # fmt: skip
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
-    return tmp_path / "model"
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
 
 
 def train_once(ranks: Ranks, model_folder: Path) -> dict[str, Tensor]:
@@ -173,9 +178,10 @@ def train_once(ranks: Ranks, model_folder: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.xdist_group("trainer ranks")
-def test_a_gate_of_one_row_is_adamw_s_under_any_number_of_ranks(shared_expert_folder: Path, tmp_path: Path) -> None:
-    before, alone = make_trainer(shared_expert_folder).snapshot().wait(), train_once(ALONE, shared_expert_folder)
-    found, _ = run_ranks(train_once, 2, tmp_path / "ranks", shared_expert_folder)
+def test_a_gate_of_one_row_is_adamw_s_under_any_number_of_ranks(tmp_path: Path) -> None:
+    model = save_with_shared_expert(tmp_path / "model", 2)
+    before, alone = make_trainer(model).snapshot().wait(), train_once(ALONE, model)
+    found, _ = run_ranks(train_once, 2, tmp_path / "ranks", model)
     for name, weight in alone.items():
         assert float((found[name] - weight).norm()) <= 0.05 * float((weight - before[name]).norm()), name
     gate = "model.layers.0.mlp.shared_expert_gate.weight"
@@ -183,8 +189,67 @@ def test_a_gate_of_one_row_is_adamw_s_under_any_number_of_ranks(shared_expert_fo
     torch.testing.assert_close(moved, torch.ones_like(moved), rtol=0, atol=0.1)  # AdamW's first step: a sign
 
 
+def stepped_in_shares(ranks: Ranks) -> tuple[int, dict[str, Tensor]]:
+    """This rank's rows of keys' products, which are four, and where all weights are after steps of given gradients."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**NARROW))
+    for module in model.modules():
+        for name, weight in [*module.named_parameters(recurse=False)]:
+            gradient = torch.randn(weight.shape)
+            shared = torch.nn.Parameter(in_shares(weight.detach(), ranks))
+            shared.grad = in_shares(gradient, ranks)
+            setattr(module, name, shared)
+    optimizer = make_optimizer(model, TrainerSettings(learning_rate=RATE, optimizer="muon"))
+    for _ in range(2):
+        optimizer.step()
+    keys = model.model.layers[0].self_attn.k_proj.weight
+    return len(own_share(keys)), {name: whole(weight.detach()) for name, weight in model.named_parameters()}
+
+
+def in_shares(tensor: Tensor, ranks: Ranks) -> Tensor:
+    if not isinstance(ranks, JoinedRanks):
+        return tensor
+    return distribute_tensor(tensor, ranks.mesh("cpu"), [Shard(0)], src_data_rank=None)
+
+
 @pytest.mark.xdist_group("trainer ranks")
-def test_a_matrix_with_fewer_rows_than_ranks_is_refused_by_name(shared_expert_folder: Path, tmp_path: Path) -> None:
-    for error in run_ranks(train_once, 3, tmp_path / "ranks", shared_expert_folder):
+def test_a_matrix_of_which_a_rank_has_no_row_is_stepped_as_in_one_process(tmp_path: Path) -> None:
+    _, alone = stepped_in_shares(ALONE)
+    shares = run_ranks(stepped_in_shares, 3, tmp_path / "ranks")
+    assert [rows for rows, _ in shares] == [2, 2, 0]
+    for name, weight in shares[0][1].items():
+        torch.testing.assert_close(weight, alone[name], rtol=0, atol=0.05 * RATE, msg=name)
+
+
+def save_and_go_on(ranks: Ranks, model_folder: Path, folder: Path) -> dict[str, Tensor]:
+    trainer = make_trainer(model_folder, ranks=ranks)
+    train(trainer, range(1, 3), ranks)
+    trainer.save_checkpoint(folder)
+    return train(trainer, range(3, 5), ranks)
+
+
+def go_on_from(ranks: Ranks, model_folder: Path, written: Path) -> dict[str, Tensor]:
+    trainer = make_trainer(model_folder, ranks=ranks)
+    trainer.restore(written)
+    return train(trainer, range(3, 5), ranks)
+
+
+@pytest.mark.xdist_group("trainer ranks")
+def test_checkpoints_keep_moments_of_which_a_rank_has_a_single_row_or_none(tmp_path: Path) -> None:
+    """Of routers 2, 2 and 1, of keys 2, 2 and none, of the gate 1 and none: written by ranks, then by one process."""
+    model = save_with_shared_expert(tmp_path / "model", 5, NARROW)
+    straight, *_ = run_ranks(save_and_go_on, 3, tmp_path / "first", model, tmp_path / "by ranks")
+    (by_ranks,) = (tmp_path / "by ranks").iterdir()
+    alone = make_trainer(model)
+    alone.restore(by_ranks)
+    found, *_ = run_ranks(go_on_from, 3, tmp_path / "again", model, alone.save_checkpoint(tmp_path / "by one"))
+    for name, weight in straight.items():
+        assert torch.equal(found[name], weight), name
+
+
+@pytest.mark.xdist_group("trainer ranks")
+def test_a_matrix_with_fewer_rows_than_ranks_is_refused_by_name(tmp_path: Path) -> None:
+    model = save_with_shared_expert(tmp_path / "model", 2)
+    for error in run_ranks(train_once, 3, tmp_path / "ranks", model):
         assert isinstance(error, ModelError)
         assert "model.layers.0.mlp.gate.weight has 2 rows for 3 ranks: set trainer.ranks to 2 or less" in str(error)

@@ -95,7 +95,7 @@ def moment_kinds(optimizer: torch.optim.Optimizer) -> dict[Tensor, tuple[str, ..
 
 
 def _require_rows_for_all(model: PreTrainedModel, of_muon: Set[int]) -> None:
-    """torch gathers no matrix for Muon of which some rank has nothing."""
+    """torch takes no step of a matrix with fewer rows than ranks. With as many a rank may have none (2, 2, 0 of 4)."""
     from torch.distributed.tensor import DTensor
 
     for name, weight in model.named_parameters():
