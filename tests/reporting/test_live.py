@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import itertools
 import logging
 import math
 import re
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from tailrace.reporting import live
 from tailrace.reporting.curves import Curve
 from tailrace.reporting.live import LiveView, QuietLines, progress_line, wants_live_view
 from tailrace.reporting.live_rendering import run_screen
@@ -228,6 +230,23 @@ async def test_a_terminal_that_went_away_does_not_end_the_run() -> None:
     console = Console(file=file, force_terminal=True, width=100)
     async with LiveView(a_view, terminal=True, console=console):
         console.file = Gone()
+
+
+async def test_hours_in_which_a_process_was_suspended_are_none_without_progress(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(live, "_REFRESHES_PER_S", 100.0)
+    looks = itertools.count()
+
+    def view() -> RunView:
+        number = next(looks)
+        asleep_s = 4 * 3600.0 if number > 3 else 0.0
+        return RunView(name="demo", waiting_for="8 rollouts to finish", elapsed_s=number / 100 + asleep_s)
+
+    async with LiveView(view, terminal=False, no_progress_s=60.0):
+        await asyncio.sleep(0.2)
+    assert next(looks) > 5
+    assert [record.message for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
 async def test_without_a_terminal_it_logs_the_last_step(caplog: pytest.LogCaptureFixture) -> None:

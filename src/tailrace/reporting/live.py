@@ -92,14 +92,15 @@ class LiveView:
             _logger.info("the terminal went away: %s", lost)
 
     async def _refresh(self) -> None:
+        pause_s = 1 / _REFRESHES_PER_S
         while True:
-            await asyncio.sleep(1 / _REFRESHES_PER_S)
-            self._snapshot()
+            await asyncio.sleep(pause_s)
+            self._snapshot(pause_s)
 
-    def _snapshot(self, *, last: bool = False) -> None:
+    def _snapshot(self, pause_s: float = 0.0, *, last: bool = False) -> None:
         view = self._view = self._take()
         self._pace.observe(view.step, view.elapsed_s)
-        if (stuck := self._watchdog.next(view)) is not None:
+        if (stuck := self._watchdog.next(view, pause_s)) is not None:
             _logger.warning("%s", stuck)
         if self._live is None:
             line = self._lines.next(view, self._pace.remaining_s(view.max_steps, view.elapsed_s), last=last)
@@ -138,21 +139,27 @@ class QuietLines:
         return None
 
 
-class Movement:
-    """Whether anything moves, from snapshots of the run."""
+class Stillness:
+    """For how long nothing has moved, in looks at the run.
+
+    While this process stands still itself, suspended or held by somebody's code, nobody looks, and that is not counted:
+    what moved meanwhile is read after.
+    """
 
     def __init__(self) -> None:
         self._seen: tuple[object, ...] = ()
+        self._still_s = 0.0
 
-    def observe(self, view: RunView) -> bool:
-        """Whether something has moved since the snapshot before; the first one counts as moved."""
+    def look(self, view: RunView, pause_s: float) -> float:
+        """Seconds, up to this snapshot, which is taken `pause_s` after the one before; the first counts as moved."""
         seen = (
             *(view.stage, view.step, view.policy_version, view.rollouts_trained, view.rollouts_filtered),
             *(view.in_flight, view.running_rollouts, view.ready_groups, view.queued_batches),
             *(sum(view.failures.values()), view.evaluating_step, view.evaluated_rollouts, view.moves),
         )
         before, self._seen = self._seen, seen
-        return seen != before
+        self._still_s = 0.0 if seen != before else self._still_s + pause_s
+        return self._still_s
 
 
 def describe_stillness(view: RunView, still_s: float) -> str:
@@ -164,24 +171,24 @@ def describe_stillness(view: RunView, still_s: float) -> str:
 class Watchdog:
     """Says, every `limit_s` without an event, which stage the run waits for.
 
-    >>> watchdog = Watchdog(60.0)
-    >>> watchdog.next(RunView(name="demo", waiting_for="8 rollouts to finish"))
-    >>> watchdog.next(RunView(name="demo", waiting_for="8 rollouts to finish", elapsed_s=61.0))
-    'nothing has moved for 1:01; the run waits for 8 rollouts to finish'
+    >>> watchdog = Watchdog(1.0)
+    >>> [watchdog.next(RunView(name="demo", waiting_for="8 rollouts to finish"), 0.5) for _ in range(3)]
+    [None, None, 'nothing has moved for 0:01; the run waits for 8 rollouts to finish']
     """
 
     def __init__(self, limit_s: float) -> None:
-        self._limit_s, self._movement = limit_s, Movement()
-        self._moved_s = self._warned_s = 0.0
+        self._limit_s, self._stillness = limit_s, Stillness()
+        self._warned_s = 0.0
+        """How long nothing had moved at the last warning."""
 
-    def next(self, view: RunView) -> str | None:
-        """The warning for this snapshot, or None."""
-        if self._movement.observe(view):
-            self._moved_s = self._warned_s = view.elapsed_s
-        if view.elapsed_s - self._warned_s < self._limit_s:
+    def next(self, view: RunView, pause_s: float) -> str | None:
+        """The warning for this snapshot, which is taken `pause_s` after the one before, or None."""
+        still_s = self._stillness.look(view, pause_s)
+        self._warned_s = min(self._warned_s, still_s)
+        if still_s - self._warned_s < self._limit_s:
             return None
-        self._warned_s = view.elapsed_s
-        return describe_stillness(view, view.elapsed_s - self._moved_s)
+        self._warned_s = still_s
+        return describe_stillness(view, still_s)
 
 
 def progress_line(view: RunView, remaining_s: float | None = None) -> str:

@@ -9,7 +9,7 @@ import io
 from pathlib import Path
 
 from tailrace.errors import LifecycleError
-from tailrace.reporting.live import Movement, describe_stillness
+from tailrace.reporting.live import Stillness, describe_stillness
 from tailrace.run.composition import ComposedRun
 from tailrace.tracing.stacks import write_task_stacks
 
@@ -19,17 +19,13 @@ _WRITES_S = 10.0
 
 
 async def end_when_still(run: ComposedRun, watchdog_s: float) -> None:
-    """Wait until nothing has moved for so long; then fail the run, once every process wrote where it stands.
-
-    For so many looks: while this process stands still itself, suspended or held by somebody's code, nobody looks, and
-    what moved meanwhile is read after.
-    """
-    movement, still_s = Movement(), 0.0
+    """Wait until nothing has moved for so long; then fail the run, once every process wrote where it stands."""
+    stillness, still_s = Stillness(), 0.0
     while still_s < watchdog_s:
         pause_s = min(_LOOK_EVERY_S, watchdog_s - still_s)
         await asyncio.sleep(pause_s)
         view = run.view()
-        still_s = 0.0 if movement.observe(view) else still_s + pause_s
+        still_s = stillness.look(view, pause_s)
     logs = run.ground.paths.logs
     with contextlib.suppress(OSError, TimeoutError):  # a disk that takes nothing may be what all wait for
         async with asyncio.timeout(_WRITES_S):
