@@ -90,9 +90,12 @@ def test_a_process_that_was_killed_owns_nothing(tmp_path: Path) -> None:
         owner.send_signal(signal.SIGKILL)
         owner.wait()
     assert (tmp_path / OWNER_FILE).is_file()
-    with own_folder(tmp_path):
-        pass
+    with own_folder(tmp_path) as owned:
+        assert owned.before is not None
+        assert owned.before.pid == owner.pid
     assert not list(tmp_path.iterdir())
+    with own_folder(tmp_path) as owned:
+        assert owned.before is None  # that one ended in order
 
 
 @pytest.fixture
@@ -255,3 +258,6 @@ async def test_a_run_beside_a_live_one_of_its_name_is_refused_and_one_after_its_
     summary = await run_inline(run.folder.parent, "--max_steps", "1", *RESUMED)
     assert summary.exit_code == 0
     assert not (run.folder / OWNER_FILE).exists()
+    told = (run.folder / "logs" / "orchestrator.log").read_text()
+    assert f"the start before this one (process {run.pid} on " in told
+    assert "did not end in order: it was killed, stopped at once, or lost its machine" in told

@@ -71,6 +71,8 @@ class Ownership:
     """For the processes to inherit that write in it: nobody owns it after this one before they ended."""
     lost: Future[None] = field(default_factory=Future)
     """Done once another owner has it, or had, who took this one for gone."""
+    before: Owner | None = None
+    """Who had it before and is gone without a word: one that ends in order removes its file."""
 
 
 async def wait_for_owner_elsewhere(folder: Path) -> None:
@@ -113,13 +115,13 @@ def own_folder(folder: Path) -> Iterator[Ownership]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         owner = Owner.of_this_process()
-        file = _take(path, owner)
+        file, before = _take(path, owner)
     except OSError as error:
         raise DataError(f"cannot write the run folder {folder}: {error.strerror}") from error
     released, held = threading.Event(), None
     try:
         held = _hold(folder)
-        owned = Ownership(held)
+        owned = Ownership(held, before=before)
         renewing = (path, owner, released, owned.lost)
         threading.Thread(target=_renew, args=renewing, name="run-folder-owner", daemon=True).start()
         yield owned
@@ -179,8 +181,11 @@ def may_be_alive(owner: Owner, *, is_locked_by_us: bool, silent_s: float) -> boo
     return not is_known and abs(silent_s) < LAPSES_AFTER_S
 
 
-def _take(path: Path, owner: Owner) -> int:
-    """The descriptor of the file, locked and with this owner in it. Raises `DataError` and `OSError`."""
+def _take(path: Path, owner: Owner) -> tuple[int, Owner | None]:
+    """The descriptor of the file, locked and with this owner in it; and who stood there, and is gone.
+
+    Raises `DataError` and `OSError`.
+    """
     while True:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
@@ -188,11 +193,11 @@ def _take(path: Path, owner: Owner) -> int:
             if not _is_at(file, path):  # its owner removed it between our two calls
                 os.close(file)
                 continue
-            _require_gone(file, path, is_locked=is_locked)
+            before = _gone(file, path, is_locked=is_locked)
             os.ftruncate(file, 0)
             os.pwrite(file, msgspec.json.encode(owner) + b"\n", 0)
             os.fsync(file)
-            return file
+            return file, before
         except BaseException:
             os.close(file)
             raise
@@ -211,15 +216,15 @@ def _lock(file: int, path: Path) -> bool:
     return True
 
 
-def _require_gone(file: int, path: Path, *, is_locked: bool) -> None:
+def _gone(file: int, path: Path, *, is_locked: bool) -> Owner | None:
+    """Who stands in the file, if anybody. Raises `DataError` where that one may be alive."""
     owner = _owner(file)
-    if owner is None:
-        return
-    if may_be_alive(owner, is_locked_by_us=is_locked, silent_s=_silent_s(file, path)):
+    if owner is not None and may_be_alive(owner, is_locked_by_us=is_locked, silent_s=_silent_s(file, path)):
         lapses = (
             f"if that process is gone, start again {LAPSES_AFTER_S:g} s after its end; else wait for it, or stop it"
         )
         raise _in_use(path, owner, lapses)
+    return owner
 
 
 def _silent_s(file: int, path: Path) -> float:
