@@ -146,6 +146,25 @@ def test_what_has_ended_waits_where_no_file_can_have_it(tmp_path: Path, every_st
     assert _waiting(made) == {"sort/train/9#30.0.0": "its group's scores, or its batch"}
 
 
+@pytest.mark.parametrize("group_release", ["together", "early"])
+def test_a_sibling_of_what_is_in_flight_waits_unless_it_may_have_been_trained(
+    tmp_path: Path, group_release: str
+) -> None:
+    made = MadeRun(folder=tmp_path / "run", steps=25, settings={"scheduling": {"group_release": group_release}})
+    made.write_steps(25)
+    made.write_trace(joined=False)
+    last_s = 100 + 27 * STEP_S
+    told = '"request":"sort/train/100#1.4.0/0/1"'  # the fifth of a group of which four were trained in step 1
+    _append_span(made.folder / "trace" / "generator.events", "request", last_s, told)
+    new = '"rollout":"sort/train/9#30.0.0"'
+    _append_span(made.folder / "trace" / "orchestrator.events", "rollout", last_s + 0.1, new)
+    waiting = {rollout_id: waits_for.split(",")[0] for rollout_id, waits_for in _waiting(made).items()}
+    assert waiting.pop("sort/train/100#1.4.0") == "its environment"
+    assert waiting.pop("sort/train/9#30.0.0") == "its group's scores"
+    siblings = {f"sort/train/100#1.{member}.0": "1 more of its group" for member in range(4)}
+    assert waiting == ({} if group_release == "early" else siblings)
+
+
 def test_a_file_that_is_read_in_part_does_not_make_the_rest_of_its_rollouts_wait(tmp_path: Path) -> None:
     made = MadeRun(folder=tmp_path / "run", steps=6)
     made.write_steps(6)

@@ -11,6 +11,7 @@ from tailrace.dashboard.metric_columns import MetricColumns
 from tailrace.dashboard.rollout_files import KEPT_ROLLOUTS, RolloutFiles, RolloutRow
 from tailrace.dashboard.run_events import EventList, RunEvent
 from tailrace.dashboard.schedule import Schedule, Waiting, Waterfall, schedule_of, waiting_in, waterfall_of
+from tailrace.dashboard.settings_view import read_settings
 from tailrace.dashboard.trace_spans import TraceSpans
 from tailrace.reporting.run_folder import METRICS_FILE, ROLLOUTS_FOLDER
 
@@ -76,7 +77,9 @@ class RunData:
         recorded, steps = self._recorded()
         key = (len(trace), recorded, steps)
         if key != self._waiting[0]:
-            self._waiting = (key, waiting_in(trace, recorded, steps))
+            settings = read_settings(self.folder / "config.toml")
+            released_early = settings.text("scheduling.group_release") == "early"
+            self._waiting = (key, waiting_in(trace, recorded, steps, released_early=released_early))
         return self._waiting[1]
 
     def _recorded(self) -> tuple[set[str], set[int]]:

@@ -316,12 +316,15 @@ def _rollout_lanes(
     return lanes
 
 
-def waiting_in(trace: TraceSpans, recorded: Collection[str], steps: Collection[int]) -> list[Waiting]:
+def waiting_in(
+    trace: TraceSpans, recorded: Collection[str], steps: Collection[int], *, released_early: bool = False
+) -> list[Waiting]:
     """Rollouts that were seen and are in no step's file: what each waits for, the longest first.
 
     A rollout's own span is written when it ends, so that those in flight are known by their requests; where an agent
     worker did not live to write it, the orchestrator's tells of its end. `recorded` are those of the newest files,
-    which hold all of these `steps`.
+    which hold all of these `steps`. One whose siblings are in flight waits for them, unless groups are
+    `released_early`: it may have been trained long ago.
     """
     end = trace.bounds()[1]
     spans = trace.named("rollout", "wait_for_worker")
@@ -342,7 +345,8 @@ def waiting_in(trace: TraceSpans, recorded: Collection[str], steps: Collection[i
         if not rollout_id or rollout_id in gone:
             continue
         siblings, is_evaluation = missing[_awaited(rollout_id)], _is_of_evaluation(rollout_id)
-        if siblings or (stopped > elsewhere_until_s and not is_evaluation):
+        is_awaiting = siblings and (is_evaluation or not released_early)
+        if is_awaiting or (stopped > elsewhere_until_s and not is_evaluation):
             waits_for = (
                 "the rest of its evaluation"
                 if is_evaluation
