@@ -207,6 +207,35 @@ def test_a_file_that_is_taken_in_little_by_little_is_shown_whole_in_the_end(tmp_
         page.leave()
 
 
+def test_a_search_in_all_steps_stays_while_more_of_a_file_is_taken_in(tmp_path: Path, page: Watched) -> None:
+    write_traces(tmp_path / "large", [1.0] * 8)
+    page.page.clock.install()
+    a_line_each = "import tailrace.dashboard.application as pages; pages._TAKE_IN_S = -1.0"
+    with dashboard(tmp_path, first=a_line_each) as link:
+        page.open(f"{link}#/run/large/groups?reward=0.5..")
+        page.page.get_by_role("button", name="in all steps").click()
+        page.page.get_by_text(re.compile("[0-7] rollouts of this step fit")).wait_for()
+        for _ in range(8):
+            with page.page.expect_response(lambda response: response.url.endswith("/api/runs/large")):
+                page.page.clock.run_for(2_500)
+        page.page.get_by_text("8 rollouts of this step fit").wait_for()
+        page.page.get_by_label("Range of reward").fill("")
+        page.page.keyboard.press("Enter")
+        page.until("document.querySelector('main details') === null && !location.hash.includes('rounds')")
+        page.leave()
+
+
+def test_what_has_gone_on_searching_is_as_far_when_it_is_drawn_anew(tmp_path: Path, page: Watched) -> None:
+    run = MadeRun(folder=tmp_path / "run", groups=60)
+    run.write_steps(3)
+    with dashboard(run.folder) as link:
+        page.open(f"{link}#/run/run/groups?step=1&outcome=trained&rounds=2")
+        page.page.get_by_text("236 of other steps; 1 files were not searched").wait_for()
+        page.page.get_by_role("button", name="search on").click()
+        page.until("location.hash.includes('rounds=3')")
+        page.leave()
+
+
 def test_runs_are_sorted_filtered_and_chosen(site: tuple[str, Path], page: Watched) -> None:
     page.open(site[0])
     page.page.get_by_role("button", name="run", exact=True).click()

@@ -17,7 +17,7 @@ export async function show(target, context) {
   const { kind, step } = chosenStep(detail, parameters);
   const found = await ofRun(run, "rollouts", { kind, step }, alive);
   const filter = { text: parameters.text, environment: parameters.environment, outcome: parameters.outcome, reward: parameters.reward, length: parameters.length };
-  const state = { run, kind, step, rollouts: found.rollouts, groups: groupsOf(found.rollouts), filter, sort: parameters.sort in SORTS ? parameters.sort : "file", since: parameters.since, holds: null };
+  const state = { run, kind, step, rollouts: found.rollouts, groups: groupsOf(found.rollouts), filter, sort: parameters.sort in SORTS ? parameters.sort : "file", since: parameters.since, holds: null, rounds: 0 };
 
   const list = h("div", { class: "strips" }), isTyped = typing(target);
   const bins = h("div", { class: "histogram", role: "group", "aria-label": "Rewards of the step" });
@@ -29,9 +29,12 @@ export async function show(target, context) {
 
   const environments = [...new Set(found.rollouts.map((rollout) => rollout.environment))];
   const outcomes = [...new Set(found.rollouts.flatMap((rollout) => [rollout.outcome.state, rollout.outcome.reason]).filter(Boolean))];
-  const search = async (everywhere = false) => {
-    const asked = (state.asked = { ...state.filter, text: state.filter.text?.trim(), kind, step });
-    const answer = asked.text || everywhere ? await ofRun(run, "search", asked, alive) : null;
+  /** In all files where a text is asked for, or `rounds` above 0: as often as it went on, which the address keeps. */
+  const search = async (rounds = 0) => {
+    const wanted = { ...state.filter, text: state.filter.text?.trim() }, asked = (state.asked = { ...wanted, kind, step });
+    wentOn(Object.values(wanted).some(Boolean) ? rounds : 0);
+    let answer = asked.text || state.rounds ? await ofRun(run, "search", asked, alive) : null;
+    for (let round = 1; round < rounds && answer?.left > 0 && state.asked === asked; round++) answer = await goneOn(answer, asked);
     if (state.asked !== asked) return; // the filters have changed since
     const here = answer?.matches.filter((match) => match.kind === kind && match.step === step).map((match) => match.rollout_id);
     state.holds = asked.text ? new Set(here) : null;
@@ -39,9 +42,16 @@ export async function show(target, context) {
     if (answer) showMatches(answer, asked, here.length);
     draw();
   };
-  const showMatches = (answer, asked, numHere) => drawMatches(matches, answer, state, numHere, async () => {
+  const wentOn = (rounds) => { state.rounds = rounds; amend({ rounds: rounds || "" }); };
+  const goneOn = async (answer, asked) => {
     const more = await ofRun(run, "search", { ...asked, from: answer.next }, alive);
-    if (state.asked === asked) showMatches({ ...more, matches: [...answer.matches, ...more.matches], left_out: answer.left_out + more.left_out }, asked, numHere);
+    return { ...more, matches: [...answer.matches, ...more.matches], left_out: answer.left_out + more.left_out };
+  };
+  const showMatches = (answer, asked, numHere) => drawMatches(matches, answer, state, numHere, async () => {
+    const more = await goneOn(answer, asked);
+    if (state.asked !== asked) return;
+    wentOn(Math.max(1, state.rounds) + 1);
+    showMatches(more, asked, numHere);
   });
   const select = (label, name, values) => values.length > 1 && h("select", { "aria-label": label, onchange: (event) => set({ [name]: event.target.value }) },
     h("option", { value: "" }, `all ${label}s`), values.map((value) => h("option", { value, selected: value === filter[name] }, value)));
@@ -62,7 +72,7 @@ export async function show(target, context) {
   };
 
   target.append(
-    h("div", { class: "bar" }, stepPicker(detail, kind, step, alive, (newKind, newStep) => go(run, "groups", { ...parameters, kind: newKind === "step" ? "" : newKind, step: newStep, since: "" })), detail.row.state === "running" && kind === "step" && h("button", { onclick: () => go(run, "groups", { ...parameters, step: "" }) }, "newest")),
+    h("div", { class: "bar" }, stepPicker(detail, kind, step, alive, (newKind, newStep) => go(run, "groups", { ...parameters, kind: newKind === "step" ? "" : newKind, step: newStep, since: "", rounds: "" })), detail.row.state === "running" && kind === "step" && h("button", { onclick: () => go(run, "groups", { ...parameters, step: "", rounds: "" }) }, "newest")),
     h("div", { class: "bar" },
       h("input", { type: "search", placeholder: "Search texts and tasks", "aria-label": "Search texts and tasks", value: filter.text ?? "", size: 26, onchange: (event) => set({ text: event.target.value }) }),
       select("environment", "environment", environments), select("outcome", "outcome", outcomes),
@@ -70,10 +80,10 @@ export async function show(target, context) {
       h("label", {}, "length", h("input", { value: filter.length ?? "", placeholder: "..200", size: 8, "aria-label": "Range of length", onchange: (event) => set({ length: event.target.value }) })),
       h("label", {}, "sort", h("select", { "aria-label": "Sort groups", onchange: (event) => sortBy(event.target.value) }, Object.entries(SORTS).map(([value, [text]]) => h("option", { value, selected: value === state.sort }, text)))),
       h("label", { title: "For `what changed most`: the other step" }, "since", h("input", { type: "number", value: state.since ?? "", "aria-label": "Compared with step", onchange: async (event) => { state.since = event.target.value; state.before = null; amend({ since: state.since }); await compare(); await sortBy("change"); } })),
-      h("button", { onclick: () => search(Object.values(state.filter).some(Boolean)), title: "The same filters, in all files of the run" }, "in all steps")),
+      h("button", { onclick: () => search(1), title: "The same filters, in all files of the run" }, "in all steps")),
     found.left_out > 0 && h("p", { class: "soft" }, `The file has ${compact(found.rollouts.length + found.left_out)} rollouts. Groups, counts and searches are of the first ${compact(found.rollouts.length)}.`),
     h("div", { class: "split" }, h("div", {}, matches, h("div", { class: "panel pad" }, list)), h("aside", { class: "panel pad" }, h("h3", {}, "Rewards"), bins, axis, about)));
-  if (filter.text) await search();
+  if (filter.text || parameters.rounds) await search(Number(parameters.rounds) || 0);
   if (state.sort === "change") await compare();
   draw();
   document.addEventListener("run", () => {
@@ -141,7 +151,7 @@ function drawAbout(target, state) {
 function drawMatches(target, answer, state, numHere, goOn) {
   const others = answer.matches.filter((match) => match.step !== state.step || match.kind !== state.kind);
   const unseen = [answer.left && `${answer.left} files`, answer.left_out && `${compact(answer.left_out)} rollouts of large files`].filter(Boolean).join(" and ");
-  const isOpen = target.firstElementChild?.open || (others.length > 0 && (!numHere || !state.holds));
+  const isOpen = target.firstElementChild?.open || (others.length > 0 && (!numHere || !state.holds || state.rounds > 0));
   replace(target, h("details", { class: "panel pad", open: isOpen, style: { margin: "0 0 10px" } },
     h("summary", {}, `${numHere} rollouts of this step fit, ${others.length} of other steps${unseen && `; ${unseen} were not searched`}`),
     others.map((match) => h("div", {}, h("a", { href: to(state.run, "rollout", { kind: match.kind === "step" ? "" : match.kind, step: match.step, id: match.rollout_id }) }, `${match.kind} ${match.step}`), ` reward ${fixed(match.reward, 2)} `, h("span", { class: "mono soft", dir: "auto" }, visible(match.excerpt)))),
