@@ -124,6 +124,18 @@ async def test_what_is_not_there_is_told_and_no_error(client: httpx.AsyncClient)
     assert (await get(client, "/api/runs/one/rollouts?step=99"))["rollouts"] == []
 
 
+async def test_a_run_that_writes_no_trace_says_so(tmp_path: Path) -> None:
+    made = MadeRun(folder=tmp_path / "untraced", settings={"observability": {"trace_mb": 0.0}})
+    MadeRun(folder=tmp_path / "to come")
+    app = Guarded(Dashboard(tmp_path).application(), Access(None))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url=LOCAL) as client:
+        assert (await get(client, "/api/runs/to come"))["is_traced"]
+        assert not (await get(client, "/api/runs/untraced"))["is_traced"]
+        made.write_steps(1)
+        made.write_trace()  # of a start before, say
+        assert (await get(client, "/api/runs/untraced"))["is_traced"]
+
+
 async def test_a_folder_whose_name_is_no_text_is_shown_as_any_other(tmp_path: Path) -> None:
     root = tmp_path / os.fsdecode(b"th\xe9")
     MadeRun(folder=root / os.fsdecode(b"caf\xe9"), settings={"name": "own"}).write_steps(1)

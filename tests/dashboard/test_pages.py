@@ -236,6 +236,20 @@ def test_what_has_gone_on_searching_is_as_far_when_it_is_drawn_anew(tmp_path: Pa
         page.leave()
 
 
+@pytest.mark.parametrize("view", ["phases", "schedule"])
+def test_nobody_asks_for_the_trace_of_another_library_s_file(tmp_path: Path, page: Watched, view: str) -> None:
+    write_traces(tmp_path / "large", [1.0] * 8)
+    asked: list[str] = []
+    page.page.clock.install()
+    page.page.on("request", lambda request: asked.append(request.url))
+    with dashboard(tmp_path) as link:
+        page.open(f"{link}#/run/large/{view}")
+        assert page.page.get_by_text("This is another library's file, which has no trace.").count() == 1
+        look_again(page, "/api/runs/large")
+        assert not [url for url in asked if "/api/runs/large/" in url]
+        page.leave()
+
+
 def test_runs_are_sorted_filtered_and_chosen(site: tuple[str, Path], page: Watched) -> None:
     page.open(site[0])
     page.page.get_by_role("button", name="run", exact=True).click()

@@ -27,6 +27,7 @@ from tailrace.dashboard.run_events import RunEvent
 from tailrace.dashboard.schedule import Schedule, Waterfall
 from tailrace.dashboard.settings_view import Change, changes_from_recipe, read_settings
 from tailrace.dashboard.token_view import PAGE_TOKENS, TokenPage, TokenReader, TokenSteps, token_steps
+from tailrace.dashboard.trace_spans import trace_files
 from tailrace.errors import TailraceError
 from tailrace.extras import extra_needed
 from tailrace.records import Json
@@ -66,6 +67,8 @@ class RunDetail(msgspec.Struct, frozen=True, kw_only=True):
     chats: dict[str, str] = {}
     """What answers, by its name in `api/chat`: the run's own policy while it goes on, what `--chat` names."""
     checkpoints: list[str] = []
+    is_traced: bool = True
+    """Whether there is a trace, or may yet be: else nobody need ask for it."""
     note: str = ""
     """What its files do not tell, where they are another library's."""
 
@@ -181,6 +184,7 @@ class Dashboard:
             tokens=token_steps(folder),
             chats={name: place.url for name, place in self._chats(folder, row).items()},
             checkpoints=sorted(as_text(path.name) for path in (folder / "checkpoints").glob("step_*")),
+            is_traced=bool(trace_files(folder)) or (row.state is not RunState.READ and _writes_trace(folder)),
             note=tracker.note if (tracker := about(folder)) else "",
         )
 
@@ -340,6 +344,10 @@ def _json(value: object, status: int = 200) -> Response:
     return Response(
         msgspec.json.encode(value), status, headers={"cache-control": "no-store"}, media_type="application/json"
     )
+
+
+def _writes_trace(folder: Path) -> bool:
+    return read_settings(folder / "config.toml").flat.get("observability.trace_mb") != 0
 
 
 def _stamp(path: Path) -> int:

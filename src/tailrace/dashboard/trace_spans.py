@@ -69,6 +69,13 @@ class Columns:
     """A step or a version; -1 where none was told."""
 
 
+def trace_files(folder: Path) -> list[Path]:
+    """The parts of a run's trace, or what they were joined to; none where there is none yet."""
+    parts = sorted((folder / "trace").glob("*.events"))
+    joined = folder / TRACE_FILE
+    return parts or ([joined] if joined.is_file() else [])
+
+
 class TraceSpans:
     """One run's. Not for several threads at once: take `lock`."""
 
@@ -94,7 +101,7 @@ class TraceSpans:
 
     def update(self) -> None:
         """Take in what was appended; where the run has joined its parts or was resumed, from the beginning."""
-        paths = self._paths()
+        paths = trace_files(self._folder)
         if set(self._tails) - {str(path) for path in paths}:
             self._start_over()
         for path in paths:
@@ -109,11 +116,6 @@ class TraceSpans:
         if len(self) != before:
             self._arrays, self._places = {}, {}
         return None
-
-    def _paths(self) -> list[Path]:
-        parts = sorted((self._folder / "trace").glob("*.events"))
-        joined = self._folder / TRACE_FILE
-        return parts or ([joined] if joined.is_file() else [])
 
     def _add(self, line: bytes) -> None:
         try:

@@ -73,6 +73,9 @@ export const stateClass = (state) => BADGES[state] ?? "";
 
 export const stateBadge = (state) => h("span", { class: `badge ${stateClass(state)}` }, state);
 
+/** In place of what is made of a run's trace, where it has none and will have none; null where it may. */
+export const untraced = ({ is_traced, row }) => (is_traced ? null : h("div", { class: "panel empty" }, row.state === "read" ? "This is another library's file, which has no trace." : "This run writes no trace (observability.trace_mb is 0)."));
+
 let tip = null;
 
 /** Shows a line beside the pointer; without text, none. */

@@ -1,6 +1,6 @@
 // A step's phases as a waterfall: who worked when, and what everybody waited for.
 import { ofRun, Failed } from "../api.js";
-import { color, h, isOurs, replace, showTip, typing } from "../dom.js";
+import { color, h, isOurs, replace, showTip, typing, untraced } from "../dom.js";
 import { seconds } from "../format.js";
 import { amend } from "../places.js";
 
@@ -8,7 +8,8 @@ const NAMES = { wait_for_batch: "trainer waits for a batch", train: "train", gra
 const COLORS = { train: "s0", gradients: "s4", optimizer: "s6", publish: "s3", form_batch: "s1", send_batch: "s7", load_model_state_dict: "s3", change_weights: "s5", copy_state: "s2", checkpoint: "s2", "requests in flight": "s1" };
 
 export async function show(target, context) {
-  const { run, parameters, alive } = context;
+  const { run, detail, parameters, alive } = context, nothing = untraced(detail);
+  if (nothing) { target.append(nothing); return; }
   const place = h("div", {}), isTyped = typing(target);
   let found = null, chosen = parameters.step; // without one, the newest
   const load = async (step) => {

@@ -1,6 +1,6 @@
 // Swim-lanes: what each replica and the trainer did when, where new weights came in, and what every rollout waited for.
 import { Failed, ofRun } from "../api.js";
-import { alpha, color, h, isOurs, replace, showTip, visible } from "../dom.js";
+import { alpha, color, h, isOurs, replace, showTip, untraced, visible } from "../dom.js";
 import { fixed, seconds } from "../format.js";
 import { amend, go } from "../places.js";
 
@@ -10,7 +10,8 @@ const LABELS = 120, TOP = 22, LANE = 30, ROW = 7, MOST_ROWS = 240, LEAST_S = 0.0
 const LAG = ["good", "s6", "s2", "bad"];
 
 export async function show(target, context) {
-  const { run, parameters, alive } = context;
+  const { run, detail, parameters, alive } = context, nothing = untraced(detail);
+  if (nothing) { target.append(nothing); return; }
   const canvas = h("canvas", { tabindex: "0", role: "img", "aria-label": "Schedule: arrow keys move, + and - zoom" });
   const about = h("div", { class: "small soft", "aria-live": "polite" });
   const waiting = h("div", { class: "panel scroll", style: { marginTop: "12px" } });
