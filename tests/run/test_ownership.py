@@ -244,7 +244,9 @@ def test_a_file_that_a_crash_cut_short_holds_nobody_up(tmp_path: Path) -> None:
         pass
 
 
-async def test_a_run_beside_a_live_one_of_its_name_is_refused_and_one_after_its_end_is_not(tmp_path: Path) -> None:
+async def test_a_run_beside_a_live_one_of_its_name_is_refused_and_one_after_its_end_is_not(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with command(tmp_path, "--max_steps", "1000", "--placement", "inline") as run:
         await asyncio.to_thread(run.wait_for_steps, 1)
         before = (run.folder / "config.toml").read_bytes()
@@ -255,9 +257,11 @@ async def test_a_run_beside_a_live_one_of_its_name_is_refused_and_one_after_its_
         run.process.kill()
         run.process.wait()
     assert (run.folder / OWNER_FILE).is_file()
+    with pytest.raises(DataError, match="exists already"):  # the most likely next command
+        await run_inline(run.folder.parent, "--max_steps", "1")
+    told = caplog.text
     summary = await run_inline(run.folder.parent, "--max_steps", "1", *RESUMED)
     assert summary.exit_code == 0
     assert not (run.folder / OWNER_FILE).exists()
-    told = (run.folder / "logs" / "orchestrator.log").read_text()
     assert f"the start before this one (process {run.pid} on " in told
     assert "did not end in order: it was killed, stopped at once, or lost its machine" in told

@@ -99,6 +99,9 @@ class RunPaths:
 
 _logger = logging.getLogger(__name__)
 
+_NOT_IN_ORDER = (
+    "the start before this one (%s) did not end in order: it was killed, stopped at once, or lost its machine"
+)
 _STARTED = re.compile(rb'\{"type":"TrainerStarted","epoch":"([^"]+)"')
 """How the event of each start of the trainer begins; the run's has one epoch."""
 
@@ -150,6 +153,8 @@ def open_run_folder(settings: RunSettings, parent: Path) -> Iterator[RunPaths]:
     if settings.resume and not paths.root.is_dir():  # to own a folder makes it
         raise _nothing_to_resume(paths)
     with own_folder(paths.root) as owned:
+        if owned.before is not None:  # at once: after a start that is refused nobody knows any more
+            _logger.warning(_NOT_IN_ORDER, owned.before)
         is_there = _holds_something(paths.root)
         if settings.resume and not is_there:
             raise _nothing_to_resume(paths)

@@ -80,9 +80,6 @@ _HURRIED = (ExitCode.TERMINATED, ExitCode.PREEMPTED)
 _DROPPED = "sinks/dropped_records"
 _LARGEST_WRITE_S = 60.0
 """At the end of a run: a disk that has not finished a file by then, of a large batch's tokens perhaps, hangs."""
-_NOT_IN_ORDER = (
-    "the start before this one (%s) did not end in order: it was killed, stopped at once, or lost its machine"
-)
 _PACKAGES = ("tailrace", "torch", "transformers", "numpy")
 
 
@@ -162,8 +159,6 @@ async def _train_in(
     terminal = Terminal.LIVE if wants_live_view(observability.live) else Terminal.LINES
     with writing(paths.root):
         recent = setup_logging("orchestrator", paths.logs, terminal, level=observability.log_level)
-    if paths.owned is not None and paths.owned.before is not None:
-        _logger.warning(_NOT_IN_ORDER, paths.owned.before)
     sentences = [*plan.sentences, *describe_devices(devices), *describe_places(settings, environments)]
     for sentence in [*sentences, *describe_lives(settings), *(f"Goes on with {one}." for one in changed)]:
         _logger.info(sentence)

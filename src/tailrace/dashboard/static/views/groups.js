@@ -83,14 +83,15 @@ export async function show(target, context) {
       h("button", { onclick: () => search(1), title: "The same filters, in all files of the run" }, "in all steps")),
     found.left_out > 0 && h("p", { class: "soft" }, `The file has ${compact(found.rollouts.length + found.left_out)} rollouts. Groups, counts and searches are of the first ${compact(found.rollouts.length)}.`),
     h("div", { class: "split" }, h("div", {}, matches, h("div", { class: "panel pad" }, list)), h("aside", { class: "panel pad" }, h("h3", {}, "Rewards"), bins, axis, about)));
-  if (filter.text || parameters.rounds) await search(Number(parameters.rounds) || 0);
-  if (state.sort === "change") await compare();
   draw();
   document.addEventListener("run", () => {
     const isOther = parameters.step === undefined && kind === "step" && detail.steps.at(-1) !== step;
     const tookInMore = detail.row.state === "read" && takenIn(detail) !== taken;
     if ((isOther || tookInMore) && !isTyped()) again();
   }, { signal: alive });
+  // Last: in all files of a long run a search takes seconds.
+  if (filter.text || parameters.rounds) await search(Number(parameters.rounds) || 0);
+  if (state.sort === "change") { await compare(); draw(); }
 }
 
 const again = () => dispatchEvent(new CustomEvent("again"));
