@@ -92,9 +92,8 @@ class BranchingRunner(ScriptedRunner):
 
 @dataclass
 class Ends(Recorder):
-    """Each rollout's terminal state."""
+    """Rollouts that ended twice, and what the lines of the steps say."""
 
-    outcomes: dict[RolloutId, Outcome] = field(default_factory=dict)
     twice: list[RolloutId] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
     recorder: RunRecorder = field(default_factory=RunRecorder)
@@ -105,11 +104,10 @@ class Ends(Recorder):
 
     @override
     def rollout_ended(self, rollout_id: RolloutId, rollout: Rollout | None, outcome: Outcome, message: str) -> None:
-        super().rollout_ended(rollout_id, rollout, outcome, message)
-        self.recorder.rollout_ended(rollout_id, rollout, outcome)
         if rollout_id in self.outcomes:
             self.twice.append(rollout_id)
-        self.outcomes[rollout_id] = outcome
+        super().rollout_ended(rollout_id, rollout, outcome, message)
+        self.recorder.rollout_ended(rollout_id, rollout, outcome)
 
     @override
     def step_ended(self, event: StepTrained | StepSkipped, formed: FormedBatch) -> None:
@@ -262,6 +260,8 @@ class Consumer:
     saved: int = 0
     taken: dict[int, tuple[SampleId, ...]] = field(default_factory=dict)
     """By step, of the history that survives."""
+    trained: set[SampleId] = field(default_factory=set)
+    """Of all histories."""
     stopped: StopRequested | None = None
     lives: int = 0
     oldest_excess: int = 0
@@ -378,6 +378,7 @@ class Consumer:
         await leader.report(StepDone(consumer="rank-0", step=step, version=step, sample_ids=trained))
         await leader.report(WeightsWritten(consumer="rank-0", version=step, folder=f"step-{step}"))
         self.step, self.taken[step] = step, trained
+        self.trained |= {*trained}
         if step % self.checkpoint_every == 0:
             self.saved = step
             await leader.report(CheckpointSaved(consumer="rank-0", step=step))

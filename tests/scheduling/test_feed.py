@@ -37,6 +37,7 @@ from tailrace.records import (
 from tailrace.simulation.virtual_time import run_in_virtual_time
 from tailrace.transport.samples.memory import MemorySampleReceiver
 from tests.scheduling.feed_world import BranchingRunner, Consumer, FeedWorld, surviving
+from tests.scheduling.world import decoded
 
 SEEDS, ALL_SEEDS = 120, 1000
 PARTS = 4
@@ -118,6 +119,8 @@ def broken_laws(told: Told) -> list[str]:
     world, consumer, ledger = told.world, told.consumer, told.world.scheduler.ledger
     trained = surviving(consumer)
     ends = Counter(outcome.state for outcome in world.ends.outcomes.values())
+    tasks = decoded(world.states[max(world.states)]).mix.environments["toy"].trained
+    groups = len({group_of(one) for one in consumer.trained})
     laws = {
         f"the run ended as {told.ended}": told.ended.status is RunStatus.FINISHED,
         f"{consumer.step} of {consumer.steps} steps": consumer.step == consumer.steps == told.ended.step,
@@ -134,8 +137,14 @@ def broken_laws(told: Told) -> list[str]:
         ),
         "a rollout whose samples were all trained did not end as trained": is_accounted(told, trained),
         f"{world.most_over} samples beyond what credits allow": world.most_over <= 0,
+        f"{tasks} tasks ended as trained, and samples of {groups} groups were trained on": tasks == groups,
     }
     return [law for law, holds in laws.items() if not holds]
+
+
+def group_of(sample_id: SampleId) -> GroupId:
+    """The group that a sample is of."""
+    return GroupId(sample_id.rsplit(".", 2)[0])
 
 
 def is_accounted(told: Told, trained: Sequence[SampleId]) -> bool:
@@ -380,6 +389,39 @@ def test_a_trainer_that_goes_back_is_given_what_it_gave_up() -> None:
             assert hand.world.ends.steps == [1, 2, 3]  # step 2 has its figures once
             assert hand.world.ends.totals.rollouts_trained == hand.trained  # what it took anew the second time, too
             assert not hand.world.ends.twice
+
+    run_in_virtual_time(main())
+
+
+@pytest.mark.parametrize("group_release", ["together", "early"])
+def test_a_task_ends_as_trained_with_any_of_its_rollouts_and_as_untrained_with_the_last(group_release: str) -> None:
+    async def main() -> None:
+        async with Hand(group_release=group_release, batch_size=12) as hand:
+            groups: dict[GroupId, list[FeedSample]] = {}
+            for one in await hand.pull_all():
+                groups.setdefault(group_of(one.sample_id), []).append(one)
+            first, second, third = [*groups.values()][:3]
+
+            async def drop(samples: Sequence[FeedSample]) -> None:
+                ids = tuple(one.sample_id for one in samples)
+                await hand.tell(SamplesDropped(consumer="rank-0", sample_ids=ids, reason="too_long"))
+
+            def rollout_of(samples: Sequence[FeedSample]) -> list[FeedSample]:
+                return [one for one in samples if one.sample.rollout_id == samples[0].sample.rollout_id]
+
+            def ended(step: int) -> tuple[int, int, list[bool]]:
+                state = decoded(hand.world.states[step])
+                toy, listed = state.mix.environments["toy"], {f"toy/train/{key.index}" for key in state.outstanding}
+                return toy.ended, toy.trained, [samples[0].task_id in listed for samples in (first, second, third)]
+
+            for samples in (first, second, third):
+                await drop(rollout_of(samples))
+            await hand.train(1, first[len(rollout_of(first)) :])
+            await drop(third[len(rollout_of(third)) :])
+            await hand.train(2, second[len(rollout_of(second)) :])
+            await asyncio.sleep(1)
+            assert ended(1) == (1, 1, [False, True, True])
+            assert ended(2) == (3, 2, [False, False, False])
 
     run_in_virtual_time(main())
 

@@ -25,11 +25,11 @@ from tailrace.records import (
 from tailrace.scheduling.outstanding import OpenGroup, Outstanding
 from tailrace.scheduling.settings import SchedulingSettings
 from tailrace.scheduling.stragglers import Stragglers
-from tailrace.scheduling.tasks import TaskKey, TaskStream
+from tailrace.scheduling.tasks import TaskKey, TaskSource, TaskStream
 from tailrace.simulation import SimulatedRun, simulate
 from tailrace.simulation.run import Simulation
 from tailrace.simulation.virtual_time import run_in_virtual_time
-from tests.scheduling.world import World, make_world
+from tests.scheduling.world import World, environment, make_world
 from tests.simulation.plans import small_plan
 
 
@@ -210,7 +210,7 @@ async def test_groups_that_are_resumed_while_others_are_being_set_aside_are_held
 
     running: list[Any] = [SimpleNamespace(is_running=True)]
     groups = [OpenGroup(GroupId(f"{number}"), TaskKey("any", 0, number), running, 0) for number in range(200)]
-    outstanding, holder = Outstanding(), Holder()
+    outstanding, holder = Outstanding(TaskStream([TaskSource(environment())], seed=0)), Holder()
     for group in groups:
         outstanding.start(group)
     settings = SchedulingSettings(over_sampling=2.0, on_straggler="resume_next_step")

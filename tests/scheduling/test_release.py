@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.records import TerminalState
+from tailrace.records import RolloutId, TerminalState
 from tailrace.scheduling.release import EarlyRelease
 from tailrace.simulation import simulate
-from tests.scheduling.world import make_world
+from tailrace.simulation.virtual_time import run_in_virtual_time
+from tests.scheduling.world import World, decoded, make_world
 from tests.simulation.plans import small_plan
 
 REWARDS = st.lists(st.sampled_from([0.0, 0.25, 1.0]), max_size=12)
@@ -175,6 +177,39 @@ async def test_resuming_starts_no_group_over_of_which_a_part_is_trained() -> Non
         resumed.scheduler.ledger.check()
     assert min(lost) >= 0
     assert max(lost) > 0  # the rest of a group that was trained in part
+
+
+@pytest.mark.parametrize("silent", [(), (3,), (3, 4)], ids=["two-are-left", "one-is-left", "none-is-left"])
+def test_a_task_ends_with_its_first_part_that_is_trained_or_with_the_last_that_is_not(silent: Sequence[int]) -> None:
+    """Of the first group three rollouts of equal rewards wait for the fourth, and are too old once it comes."""
+    rows = 24
+
+    async def trained() -> World:
+        world = make_world(
+            lambda number: 1.0 if number < 3 else float(number % 2) if number > 4 else 0.0,
+            rows=rows,
+            group_size=5,
+            max_staleness=2,
+            max_running=10,
+            group_release="early",
+            pauses=lambda number: {3: 45, 4: 85}.get(number, 1),
+        )
+        world.runner.pause_s, world.train_s = 1.0, 10.0
+        world.runner.is_silent = lambda number: number in silent
+        await world.run()
+        return world
+
+    world = run_in_virtual_time(trained())
+    first = next(part for part in world.recorder.parts if part.group_id.endswith("#1"))
+    ends = [world.recorder.outcomes[RolloutId(f"{first.group_id}.{number}.0")] for number in range(5)]
+    assert [end.reason for end in ends[:3]] == ["stale"] * 3
+    steps = [end.step for end in ends if end.state is TerminalState.TRAINED]
+    assert len(steps) == 2 - len(silent)
+    states = {step: decoded(state) for step, state in sorted(world.states.items())}
+    toy = states[max(states)].mix.environments["toy"]
+    assert (toy.ended, toy.trained) == (rows, rows - (not steps))
+    listed = [step for step, state in states.items() if first.task.index in {key.index for key in state.outstanding}]
+    assert listed == [step for step in states if step < min(steps, default=len(listed) + 1)]
 
 
 def test_early_release_makes_far_fewer_tokens_too_old_and_wastes_none() -> None:

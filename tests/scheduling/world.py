@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 
 from tailrace.batching import FormedBatch
@@ -33,6 +34,7 @@ from tailrace.records import (
 from tailrace.scheduling import SchedulerSetup, SchedulingSettings, StreamScheduler, TaskSource, TaskStream
 from tailrace.scheduling.groups import UNSCORED
 from tailrace.scheduling.staleness import RESTARTED
+from tailrace.scheduling.tasks import TaskStreamState
 
 
 def _mistake(message: str) -> EnvironmentFailed:
@@ -50,6 +52,11 @@ async def _agent(task: Task, policy: Policy) -> float:
 
 def environment(name: str = "toy", rows: int = 8) -> EnvironmentSpec:
     return EnvironmentSpec(name=name, agent=_agent, train_tasks=[{"n": n} for n in range(rows)])
+
+
+def decoded(state: bytes) -> TaskStreamState:
+    """What a scheduler saved at a step."""
+    return msgspec.json.decode(state, type=TaskStreamState)
 
 
 def make_rollout(
@@ -150,6 +157,8 @@ class Recorder:
     ended: Counter[TerminalState] = field(default_factory=Counter)
     trained_by_task: Counter[str] = field(default_factory=Counter)
     """Rollouts."""
+    outcomes: dict[RolloutId, Outcome] = field(default_factory=dict)
+    """Each rollout's terminal state."""
     filtered: Counter[str] = field(default_factory=Counter)
     finished: int = 0
     parts: list[Group] = field(default_factory=list)
@@ -165,6 +174,7 @@ class Recorder:
 
     def rollout_ended(self, rollout_id: RolloutId, rollout: Rollout | None, outcome: Outcome, message: str) -> None:
         self.ended[outcome.state] += 1
+        self.outcomes[rollout_id] = outcome
         if outcome.state is TerminalState.TRAINED:
             self.trained_by_task[rollout_id.partition("#")[0]] += 1
         if outcome.reason == RESTARTED:

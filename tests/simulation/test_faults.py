@@ -69,7 +69,7 @@ def test_a_bound_that_is_off_by_one_is_found(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_batch_that_is_not_full_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Judge, "review", lambda judge, outstanding, trainer_version: iter(()))
+    monkeypatch.setattr(Judge, "review", lambda judge, trainer_version: iter(()))
     assert any("not full" in what for what in what_breaks(range(210, 220)).values())
 
 

@@ -61,7 +61,7 @@ class Scheduler(ABC):
         self._save_state = setup.save_state
         self._stale = stale_policy(settings, setup.max_staleness)
         self._accounts = Accounts(settings.staleness_budget(setup.max_staleness), observer)
-        self._outstanding = outstanding = Outstanding()
+        self._outstanding = outstanding = Outstanding(tasks)
         self._progress = Progress()
         self._backoff = Backoff()
         self._untrainable = UntrainableStreak(
@@ -71,7 +71,7 @@ class Scheduler(ABC):
             max_failing_s=settings.max_failing_s,
             outages_s=lambda: self._backoff.outages_s(now_s=self._clock()),
         )
-        self._judge = Judge(tasks, self._accounts, self._stale, self._untrainable)
+        self._judge = Judge(tasks, outstanding, self._accounts, self._stale, self._untrainable)
         self._player = GroupPlayer(
             *(runner, tasks, outstanding, self._accounts, settings),
             backoff=self._backoff,
@@ -275,7 +275,7 @@ class Scheduler(ABC):
 
     async def _review_ready(self) -> None:
         """Take out what waits for the trainer and has nothing that it may train on."""
-        await in_turns(self._judge.review(self._outstanding, self._progress.trainer_version))
+        await in_turns(self._judge.review(self._progress.trainer_version))
 
     def _release_expiring(self, oldest: int) -> None:
         """Under early release finished rollouts go on while their group's tokens of `oldest` may still bear loss."""

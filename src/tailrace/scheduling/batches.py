@@ -39,7 +39,7 @@ class BatchFormer:
 
         Raises `TrainingError` when that is so for too long.
         """
-        yield from self._judge.review(self._outstanding, trainer_version)
+        yield from self._judge.review(trainer_version)
         sampled: list[SampledGroup] = []
         size = since_yield = 0
         while self._outstanding.ready and size < self._settings.batch_size:

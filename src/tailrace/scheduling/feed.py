@@ -330,9 +330,11 @@ class FeedScheduler(Scheduler):
         if rollout.open or rollout.is_over:
             return
         rollout.is_over = True
-        trained = Outcome.trained(self._progress.step)
-        self._accounts.end([rollout.rollout], trained if rollout.trained_samples else Outcome.filtered(rollout.reason))
-        self._tasks.end(rollout.ready.opened.key, trained=bool(rollout.trained_samples))
+        if rollout.trained_samples:
+            self._accounts.end([rollout.rollout], Outcome.trained(self._progress.step))
+        else:
+            self._accounts.end([rollout.rollout], Outcome.filtered(rollout.reason))
+            self._outstanding.give_up(rollout.ready.opened)
 
     async def _give_back(self, report: ConsumerLost) -> None:
         async with self._carrying:

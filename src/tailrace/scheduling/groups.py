@@ -92,7 +92,11 @@ class GroupPlayer:
         if group.released:
             self._untrainable.reset()
         else:
-            self._end_untrainable(group)
+            self._extend_streak(group)
+        if group.stop is not None and group.stop.restarts_task and not group.released:
+            self._tasks.restart(group.key, is_stale=group.stop.reason == RESTARTED)
+        else:
+            self._outstanding.give_up(group)
         self._outstanding.wake()
 
     def expire(self, group: OpenGroup) -> None:
@@ -249,16 +253,12 @@ class GroupPlayer:
     def _note_rewards(self, group: Group, *, trainable: bool) -> None:
         self._tasks.scored(group.task.environment, group.rewards, trainable=trainable)
 
-    def _end_untrainable(self, group: OpenGroup) -> None:
+    def _extend_streak(self, group: OpenGroup) -> None:
         """Nothing of the group will be trained on."""
         if group.stop is None and group.failure:
             self._untrainable.fail(group.failure, "scores" if group.finished else "rollouts", now_s=self._now_s())
         elif group.stop is None or group.stop.reason not in (REQUEUED, STRAGGLER):
             self._untrainable.extend(group.size)
-        if group.stop is not None and group.stop.restarts_task:
-            self._tasks.restart(group.key, is_stale=group.stop.reason == RESTARTED)
-        else:
-            self._tasks.end(group.key, trained=False)
 
     # --- early release -------------------------------------------------------------------------------------------
 

@@ -20,28 +20,35 @@ class Judge:
     """Makes samples of groups. Pure but for the accounts: rollouts that bear no loss end here, each with its reason."""
 
     def __init__(
-        self, tasks: TaskStream, accounts: Accounts, stale: StalePolicy, untrainable: UntrainableStreak
+        self,
+        tasks: TaskStream,
+        outstanding: Outstanding,
+        accounts: Accounts,
+        stale: StalePolicy,
+        untrainable: UntrainableStreak,
     ) -> None:
-        self._tasks, self._accounts, self._stale, self._untrainable = tasks, accounts, stale, untrainable
+        self._tasks, self._outstanding, self._accounts = tasks, outstanding, accounts
+        self._stale, self._untrainable = stale, untrainable
 
     def sample(self, ready: ReadyGroup, trainer_version: int) -> SampledGroup | None:
         """One group's samples for a trainer of at most this version; None where none of it is trained on now.
 
-        Then its task is over, or started again. Raises `TrainingError` where that is so for too long.
+        Then its task is started again, or over where nothing is left of its group. Raises `TrainingError` where that is
+        so for too long.
         """
         taken = self._sampled(ready, trainer_version)
         if self._discards(ready, taken):
             return None
-        self._end_filtered(taken)
+        self._end_filtered(ready, taken)
         return taken
 
-    def review(self, outstanding: Outstanding, trainer_version: int) -> Generator[None, None, None]:
+    def review(self, trainer_version: int) -> Generator[None, None, None]:
         """Take out that of which a trainer of at most this version trains on nothing: what stays is worth its place.
 
         It ends as under `sample`. The caller awaits between slices. Raises `TrainingError` as `sample` does.
         """
+        outstanding, since_yield = self._outstanding, 0
         outstanding.allow(self._stale.oldest_allowed(trainer_version))
-        since_yield = 0
         while outstanding.doubtful:
             ready = outstanding.doubtful.popleft()
             if self._discards(ready, self._sampled(ready, trainer_version)):
@@ -71,11 +78,11 @@ class Judge:
             return True
         if taken.samples:
             return False
-        self._end_filtered(taken)
-        self._tasks.end(key, trained=False)
+        self._end_filtered(ready, taken)
         self._untrainable.expire(ready.size)
         return True
 
-    def _end_filtered(self, taken: SampledGroup) -> None:
+    def _end_filtered(self, ready: ReadyGroup, taken: SampledGroup) -> None:
         for rollout, reason in taken.filtered:
             self._accounts.end([rollout], Outcome.filtered(reason))
+        self._outstanding.give_up(ready.opened, len(taken.filtered))

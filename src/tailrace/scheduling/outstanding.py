@@ -5,7 +5,7 @@
                                                                ▼ │
                                                              doubtful: perhaps nothing of it can be trained on
 
-Each change wakes the loops that wait for it.
+Each change wakes the loops that wait for it. A group's task ends here where nothing of the group is left to train on.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from tailrace.records import Group, GroupId, Rollout, RolloutId
 from tailrace.scheduling.release import EarlyRelease
 from tailrace.scheduling.staleness import Floors, Stop
-from tailrace.scheduling.tasks import TaskKey
+from tailrace.scheduling.tasks import TaskKey, TaskStream
 
 
 @dataclass(slots=True, eq=False)
@@ -70,6 +70,8 @@ class OpenGroup:
     """Of those, members that wait until they may be tried again."""
     parts: int = 1
     """Parts that wait for a batch, and one more until the group is over."""
+    trainable: int = 1
+    """Rollouts that are trained on, or may be, and one more until the group is over."""
     playing: asyncio.Task[None] | None = None
     """Runs it, from its task to its scores."""
 
@@ -125,7 +127,8 @@ class Outstanding:
     nothing starves.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tasks: TaskStream) -> None:
+        self._tasks = tasks
         self.groups: dict[OpenGroup, None] = {}
         self.waiting = Counter[str]()
         """Rollouts that wait until they may be tried again, by environment."""
@@ -185,6 +188,7 @@ class Outstanding:
         """A part of a group, or all of it, waits for its batch; it counts for `size` rollouts."""
         group.parts += 1
         group.released += size
+        group.trainable += len(part.rollouts)
         versions = list(_versions(part))
         ready = ReadyGroup(part, group, size, min([group.floor, *versions]))
         if not versions or ready.oldest_version < self._oldest_allowed:
@@ -223,6 +227,15 @@ class Outstanding:
         self.floors.remove(group, group.floor)
         self.untaken -= group.size - group.released
         self._close_part(group)
+
+    def give_up(self, group: OpenGroup, rollouts: int = 1) -> None:
+        """So many of what counts as trainable will not be trained on; with the last of it its task ends as untrained.
+
+        It has ended by then where any of the group was trained on.
+        """
+        group.trainable -= rollouts
+        if not group.trainable:
+            self._tasks.end(group.key, trained=False)
 
     def _set_waiting(self, group: OpenGroup, more: int) -> None:
         self.running -= group.num_running

@@ -1,6 +1,7 @@
 """Which task comes next: every data set shuffled once per epoch, several mixed by weight, the position resumable.
 
-`end` says of each task that was handed out whether it was trained; the mix of environments follows that (see `mix`).
+`end` says of each task that was handed out whether it was trained: as soon as any of its group is, or once nothing of
+that can be any more. The mix of environments follows it (see `mix`).
 """
 
 from __future__ import annotations
