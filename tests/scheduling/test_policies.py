@@ -126,6 +126,24 @@ def test_a_task_is_restarted_so_often_and_then_masked() -> None:
     assert max(run_in_virtual_time(restarts())) == 2
 
 
+@pytest.mark.parametrize(("max_restarts", "reason"), [(0, "stale"), (1000, "restarted")])
+async def test_a_finished_group_that_is_wholly_too_old_is_restarted(max_restarts: int, reason: str) -> None:
+    world = make_world(
+        lambda number: float(number % 2),
+        rows=64,
+        max_staleness=0,
+        over_sampling=1.5,
+        max_running=16,
+        on_stale="restart",
+        max_restarts=max_restarts,
+    )
+    await world.run()
+    assert [*world.scheduler.ledger.reasons(TerminalState.FILTERED)] == [reason]
+    restarted = world.recorder.restarts
+    assert bool(restarted) == bool(max_restarts)
+    assert {world.recorder.trained_by_task[task] for task in restarted} <= {4}  # once it came up again
+
+
 def test_what_is_left_of_a_group_that_was_split_is_not_started_again() -> None:
     """The other part may be trained on already."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 
-from tailrace.batching import SampledGroup, sample_group
+from tailrace.batching import STALE, SampledGroup, sample_group
 from tailrace.records import Outcome
 from tailrace.scheduling.ledger import Accounts, UntrainableStreak
 from tailrace.scheduling.outstanding import Outstanding, ReadyGroup
@@ -72,7 +72,8 @@ class Judge:
         key = ready.opened.key
         # of a part: to start the task again would train on the rest twice
         is_whole = ready.size == ready.opened.size
-        if taken.masked_tokens and is_whole and self._stale.restarts_finished(self._tasks.restarts(key)):
+        has_stale = taken.masked_tokens or any(reason == STALE for _, reason in taken.filtered)
+        if has_stale and is_whole and self._stale.restarts_finished(self._tasks.restarts(key)):
             self._accounts.end(ready.group.rollouts, Outcome.filtered(RESTARTED))
             self._tasks.restart(key, is_stale=True)
             return True
