@@ -8,6 +8,7 @@ import pytest
 from tailrace.records import Outcome, RolloutId, TerminalState
 from tailrace.scheduling import Ledger, SchedulerSetup, TaskStream
 from tailrace.scheduling.judging import Judge
+from tailrace.scheduling.outstanding import OpenGroup, Outstanding
 from tailrace.simulation.faults import check_seed, draw_scenario, run_scenario
 
 SEEDS = 300
@@ -71,6 +72,20 @@ def test_a_bound_that_is_off_by_one_is_found(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_batch_that_is_not_full_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Judge, "review", lambda judge, trainer_version: iter(()))
     assert any("not full" in what for what in what_breaks(range(210, 220)).values())
+
+
+def test_a_task_that_ends_with_the_first_rollout_that_is_left_out_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def give_up_all(outstanding: Outstanding, group: OpenGroup, rollouts: int = 1) -> None:
+        give_up(outstanding, group, group.trainable)
+
+    give_up = Outstanding.give_up
+    monkeypatch.setattr(Outstanding, "give_up", give_up_all)
+    assert any("tasks ended as trained" in what for what in what_breaks(range(20)).values())
+
+
+def test_a_task_that_never_ends_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Outstanding, "give_up", lambda outstanding, group, rollouts=1: None)
+    assert any("tasks have not ended at the end" in what for what in what_breaks(range(20)).values())
 
 
 def test_a_resumed_run_that_forgets_what_it_trained_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

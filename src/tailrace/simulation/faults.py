@@ -3,9 +3,10 @@
     seed ─► Scenario ─► a simulated run ─► the laws that must hold ─► None, or what was broken
 
 The laws: the ledger balances, and every rollout ends once; nothing beyond the staleness bound was trained on; every
-batch but the last is full; no interruption cost a rollout; no task and no request is left; nothing deadlocked; at the
-end of the data every slot of the staleness budget is free; and after a run was killed and resumed, no task of a step
-that survived is trained on again, and rollout ids are unique. A seed that breaks one replays exactly.
+batch but the last is full; no interruption cost a rollout; a task of the data set ends once, as trained where any of
+its group was in a batch; no task and no request is left; nothing deadlocked; at the end of the data every slot of the
+staleness budget is free; and after a run was killed and resumed, no task of a step that survived is trained on again,
+and rollout ids are unique. A seed that breaks one replays exactly.
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any, get_args
 
+import msgspec
 from pydantic import ValidationError
 from typing_extensions import override
 
 from tailrace.errors import NothingLeft, RolloutError, TrainingError
 from tailrace.records import Group, GroupId, RolloutId, TaskId, TerminalState
 from tailrace.scheduling import SchedulingSettings
+from tailrace.scheduling.tasks import TaskStreamState
 from tailrace.simulation.draws import uniform
 from tailrace.simulation.environment import Disturbance
 from tailrace.simulation.run import Simulation
@@ -313,6 +316,7 @@ def broken_laws(simulation: Simulation, *, ended_by_data: bool) -> list[str]:
         broken.append(f"a token of staleness {oldest} was trained on")
     if small := [size for size in _batch_sizes(simulation)[:-1] if size < simulation.plan.scheduling.batch_size]:
         broken.append(f"{len(small)} batches before the last are not full: {small[:5]}")
+    broken += _ended_wrongly(simulation)
     if ledger.reasons(TerminalState.FAILED).get(RolloutError.reason):
         broken.append("an interruption cost a rollout")  # nothing else here fails for that reason
     if simulation.requests_left:
@@ -323,7 +327,26 @@ def broken_laws(simulation: Simulation, *, ended_by_data: bool) -> list[str]:
         budget = simulation.plan.scheduling.staleness_budget(simulation.plan.max_staleness)
         if scheduler.statistics.budget_free != budget:
             broken.append(f"{scheduler.statistics.budget_free} of {budget} slots of the budget are free at the end")
+        if simulation.open_tasks:
+            broken.append(f"{simulation.open_tasks} tasks have not ended at the end")
     return broken
+
+
+def _ended_wrongly(simulation: Simulation) -> list[str]:
+    """Whether other tasks than those in batches ended as trained, up to the newest checkpoint."""
+    first, newest = (simulation.checkpoints[choose(simulation.checkpoints)] for choose in (min, max))
+    sent = simulation.observer.batch_groups[: newest.step - first.step]
+    in_batches = len({group_id for groups in sent for group_id in groups})
+    trained = _tasks_trained(newest) - _tasks_trained(first)
+    return [] if trained == in_batches else [f"{trained} tasks ended as trained, and {in_batches} were in batches"]
+
+
+def _tasks_trained(checkpoint: Checkpoint) -> int:
+    """Tasks that had ended so, since the run began."""
+    if not checkpoint.scheduler_state:
+        return 0
+    state = msgspec.json.decode(checkpoint.scheduler_state, type=TaskStreamState)
+    return sum(environment.trained for environment in state.mix.environments.values())
 
 
 def _batch_sizes(simulation: Simulation) -> list[int]:

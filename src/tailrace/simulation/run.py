@@ -189,9 +189,9 @@ class Simulation:
             hiccup=hiccup,
         )
         spec = modelled_environment(plan.load, seed=plan.seed, tasks=tasks or _ENOUGH_TASKS, disturbance=disturbance)
-        stream = TaskStream([TaskSource(spec)], seed=plan.seed, max_epochs=None if tasks is None else 1)
+        self._tasks = TaskStream([TaskSource(spec)], seed=plan.seed, max_epochs=None if tasks is None else 1)
         self.scheduler = StreamScheduler(
-            stream,
+            self._tasks,
             _rollouter(plan, spec, holding),
             self.trainer.send,
             self.observer,
@@ -224,6 +224,11 @@ class Simulation:
         self._warm = Totals()
         self._watches = watch
         self._timeline: list[Moment] = []
+
+    @property
+    def open_tasks(self) -> int:
+        """Tasks that were handed out and have not ended."""
+        return self._tasks.environments[ENVIRONMENT].in_flight
 
     async def run(self) -> SimulatedRun:
         """Until the last step ended or the last task was trained. Raises what ends the run earlier.
