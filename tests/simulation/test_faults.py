@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 
+from tailrace.batching import SampledGroup
 from tailrace.records import Outcome, RolloutId, TerminalState
 from tailrace.scheduling import Ledger, SchedulerSetup, TaskStream
 from tailrace.scheduling.judging import Judge
-from tailrace.scheduling.outstanding import OpenGroup, Outstanding
+from tailrace.scheduling.outstanding import Outstanding, ReadyGroup
 from tailrace.simulation.faults import check_seed, draw_scenario, run_scenario
 
 SEEDS = 300
@@ -74,13 +75,15 @@ def test_a_batch_that_is_not_full_is_found(monkeypatch: pytest.MonkeyPatch) -> N
     assert any("not full" in what for what in what_breaks(range(210, 220)).values())
 
 
-def test_a_task_that_ends_with_the_first_rollout_that_is_left_out_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def give_up_all(outstanding: Outstanding, group: OpenGroup, rollouts: int = 1) -> None:
-        give_up(outstanding, group, group.trainable)
+def test_a_task_that_ends_with_the_first_part_that_is_left_out_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def end_filtered(judge: Judge, ready: ReadyGroup, taken: SampledGroup) -> None:
+        own(judge, ready, taken)
+        if not taken.samples:
+            judge._tasks.end(ready.opened.key, trained=False)
 
-    give_up = Outstanding.give_up
-    monkeypatch.setattr(Outstanding, "give_up", give_up_all)
-    assert any("tasks ended as trained" in what for what in what_breaks(range(20)).values())
+    own = Judge._end_filtered
+    monkeypatch.setattr(Judge, "_end_filtered", end_filtered)
+    assert any("tasks ended as trained" in what for what in what_breaks((107, 216)).values())
 
 
 def test_a_task_that_never_ends_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
