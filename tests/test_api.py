@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,29 @@ def test_what_a_callback_raises_ends_the_run_in_order_and_is_raised() -> None:
     assert summary is not None
     assert (summary.status, summary.exit_code) == (RunStatus.FAILED, 1)
     assert summary.reason.endswith("on_step raised ZeroDivisionError: of the program")
+
+
+def exit_in_a_thread(step: tailrace.StepMetrics) -> None:
+    sys.exit(3)
+
+
+async def exit_on_the_loop(step: tailrace.StepMetrics) -> None:
+    sys.exit(3)
+
+
+@pytest.mark.parametrize("on_step", [exit_in_a_thread, exit_on_the_loop])
+def test_a_callback_that_exits_ends_the_run_in_order_and_then_the_program(
+    on_step: Callable[[tailrace.StepMetrics], object],
+) -> None:
+    with pytest.raises(SystemExit) as raised:
+        tailrace.train("quickstart", run(max_steps=1000), on_step=on_step)
+    assert raised.value.code == 3
+    summary = read_summary(Path("runs/quickstart"))
+    assert summary is not None
+    assert (summary.status, summary.exit_code) == (RunStatus.FAILED, 1)
+    assert summary.reason.endswith(f"{on_step.__name__} raised SystemExit: 3")
+    assert Path(summary.checkpoint_path).name == f"step_{summary.steps:06d}"
+    assert Path(summary.checkpoint_path).is_dir()
 
 
 def test_a_second_interrupt_ends_everything_at_once_and_is_raised(tmp_path: Path) -> None:

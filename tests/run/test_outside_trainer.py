@@ -6,6 +6,7 @@ import asyncio
 import logging
 import math
 import shutil
+import sys
 import threading
 import time
 from collections import Counter
@@ -449,6 +450,11 @@ async def _raises(trainer: Trainer) -> None:
     raise ValueError("no such loss")
 
 
+async def _exits(trainer: Trainer) -> None:
+    await trainer.pull(1)
+    sys.exit("no such loss")
+
+
 @pytest.mark.parametrize(
     ("work", "reason", "exit_code"),
     [
@@ -458,6 +464,7 @@ async def _raises(trainer: Trainer) -> None:
         (_weights_of_another_model, "names weights that the model lacks: other.weight", 2),
         (_weights_of_its_process, "told of weights elsewhere than where this run takes them from: folders", 1),
         (_raises, "the trainer failed: ValueError: no such loss", 1),
+        (_exits, "the trainer failed: SystemExit: no such loss", 1),
     ],
 )
 def test_what_ends_a_run_is_named(

@@ -27,7 +27,7 @@ class Callbacks(MetricsListener):
     """
 
     def __init__(self, on_step: OnMetrics | None = None, on_evaluation: OnMetrics | None = None) -> None:
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
         self._on_step, self._on_evaluation = on_step, on_evaluation
         self._waiting: asyncio.Queue[tuple[OnMetrics, StepMetrics] | None] = asyncio.Queue()
 
@@ -61,7 +61,7 @@ class Callbacks(MetricsListener):
             name = getattr(callback, "__name__", type(callback).__name__)
             try:
                 ends = await _called(callback, metrics)
-            except Exception as error:  # noqa: BLE001 - the program's own, which gets it back
+            except (Exception, SystemExit) as error:  # noqa: BLE001 - the program's own, which gets it back
                 self.error = error
                 await request_stop(RunStatus.FAILED, f"{name} raised {type(error).__name__}: {error}")
             else:

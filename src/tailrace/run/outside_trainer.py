@@ -364,7 +364,7 @@ async def _run_program(
 ) -> None:
     try:
         await program(samples)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # asyncio stops its loop for the latter
         _logger.exception("the trainer failed")
         await fail(LifecycleError(f"the trainer failed: {type(error).__name__}: {error}"))
 
