@@ -1,8 +1,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import sys
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
 
 import pytest
@@ -244,6 +247,79 @@ async def test_what_an_agent_raises_names_the_task_and_the_line(renderer: ChatRe
         await run(renderer, spec_of(agent))
     assert isinstance(raised.value.__cause__, KeyError)
     assert raised.value.reason == "environment_failed"
+
+
+class Large:
+    """What an agent holds."""
+
+
+async def raise_with(large: Large) -> None:
+    raise ValueError(f"no {large}")
+
+
+async def raise_what_is_kept_with(large: Large) -> None:
+    error = ValueError(f"no {large}")
+    raise error
+
+
+async def raise_in_parallel_with(large: Large) -> None:
+    async with asyncio.TaskGroup() as group:
+        group.create_task(raise_with(large))
+
+
+async def refuse_in_parallel_with(large: Large) -> None:
+    async with asyncio.TaskGroup() as group:
+        group.create_task(refuse_with(large))
+
+
+async def refuse_with(large: Large) -> None:
+    raise RequestRefused(f"no {large}")
+
+
+async def overrun_with(large: Large) -> None:
+    async with asyncio.timeout(0):
+        await wait_with(large)
+
+
+async def wait_with(large: Large) -> None:
+    await asyncio.get_running_loop().create_future()
+    del large
+
+
+async def exit_with(large: Large) -> None:
+    sys.exit(f"no {large}")
+
+
+@contextlib.contextmanager
+def freed_without_collector() -> Iterator[list[Large]]:
+    """Of what whoever pops it holds, nothing is left."""
+    held = [Large()]
+    is_left = weakref.ref(held[0])
+    gc.disable()
+    try:
+        with pytest.raises((RolloutError, RequestRefused)):
+            yield held
+        assert is_left() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize(
+    "fails",
+    [
+        *(raise_with, raise_what_is_kept_with, raise_in_parallel_with, refuse_in_parallel_with),
+        *(overrun_with, wait_with, exit_with),
+    ],
+)
+async def test_what_a_rollout_that_failed_held_is_freed_without_the_collector(
+    renderer: ChatRenderer, fails: Callable[[Large], Awaitable[None]]
+) -> None:
+    with freed_without_collector() as held:
+
+        async def agent(task: Task, policy: Policy) -> None:
+            await fails(held.pop())
+
+        await run(renderer, spec_of(agent), timeout_s=0.2)
 
 
 class Speechless(ConnectionError):
@@ -492,6 +568,14 @@ class TestScoringAGroup:
 
         with pytest.raises(InvalidReward, match=r"own/train/0.*is missing"):
             await self.score(renderer, spoil)
+
+    async def test_what_it_held_where_it_failed_is_freed_without_the_collector(self, renderer: ChatRenderer) -> None:
+        with freed_without_collector() as held:
+
+            async def broken(group: Group) -> None:
+                await raise_what_is_kept_with(held.pop())
+
+            await self.score(renderer, broken)
 
     async def test_what_it_raises_names_the_task(self, renderer: ChatRenderer) -> None:
         async def broken(group: Group) -> Group:

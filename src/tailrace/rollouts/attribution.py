@@ -70,6 +70,22 @@ class attribute_errors:
         raise failed from error
 
 
+def drop_frames(error: BaseException) -> None:
+    """Let go of the frames that an error, and those that it came of, went through, and of all that they hold.
+
+    Frames hold such errors in turn, by a name or by the task that runs them, and this process seldom collects cycles
+    (`lifecycle.garbage`): what a rollout that failed held would stay.
+    """
+    errors, seen = [error], set[int]()
+    while errors:
+        one = errors.pop()
+        if id(one) not in seen:
+            seen.add(id(one))
+            BaseException.with_traceback(one, None)  # a class of users' own may let nobody set its attributes
+            errors += [earlier for earlier in (one.__cause__, one.__context__) if earlier is not None]
+            errors += one.exceptions if isinstance(one, BaseExceptionGroup) else ()
+
+
 def text_of(error: BaseException) -> str:
     """What it says; users' own classes may fail to say anything."""
     try:

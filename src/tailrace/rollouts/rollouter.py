@@ -17,6 +17,7 @@ from tailrace.errors import RequestRefused, RolloutError, SettingsError
 from tailrace.records import Generate, Group, GroupId, Json, Rollout, RolloutId, SamplingParams, Task
 from tailrace.rollouts.agent_workers import AgentWorkers, PlayedRollout, WorkerPlace, WorkerWatch
 from tailrace.rollouts.agent_workers.messages import ScoredBy
+from tailrace.rollouts.attribution import drop_frames
 from tailrace.rollouts.chat.rendering import ChatRenderer, Renderer, RendererSource
 from tailrace.rollouts.deadline import Attempts
 from tailrace.rollouts.endpoints import Endpoints, no_endpoints
@@ -216,6 +217,7 @@ class Rollouter:
             await self._play(rollout, environment)
             has_ended = True
         except (RolloutError, RequestRefused) as error:
+            drop_frames(error)  # its text says where users' code raised it
             if isinstance(error, RolloutError) and error.is_blameless:
                 self._failures.started -= 1  # it is started once more
             elif not self._scorer.has_counted(error):
@@ -254,7 +256,11 @@ class Rollouter:
             return self._attempts.run(limited(work, group, environment), what=what, limit_s=limit_s)
 
         with phase("score_group", track="groups", about={"group": group.group_id}):
-            return await self._scorer.score_group(group, stages, deadline=deadline, named=environment.spec.rewards)
+            try:
+                return await self._scorer.score_group(group, stages, deadline=deadline, named=environment.spec.rewards)
+            except RolloutError as error:
+                drop_frames(error)
+                raise
 
     def _tell_of_scoring_alone(self, spec: EnvironmentSpec) -> None:
         if spec.name not in self._scored_alone:

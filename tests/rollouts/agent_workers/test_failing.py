@@ -22,6 +22,7 @@ from tailrace.rollouts.agent_workers.places import LocalPlace, LocalProcess
 from tailrace.rollouts.agent_workers.pool import LONGEST_PAUSE_S
 from tests.rollouts.agent_workers.played import PATIENCE_S, Run, processes, until, until_it_holds
 from tests.support.clocks import move_clock
+from tests.support.collected import left_to_collector
 from tests.support.descendants import still_run
 
 BLOCK_S = 2.0
@@ -139,6 +140,23 @@ async def test_a_worker_that_is_killed_from_outside_is_replaced(renderer: ChatRe
         with pytest.raises(WorkerLost, match=f"agent worker 0 died of {name}"):
             await asyncio.wait_for(held, 60)
         assert (await run.rollout()).turns == 2
+
+
+async def test_rollouts_that_are_lost_with_their_worker_are_freed_without_the_collector(renderer: ChatRenderer) -> None:
+    async with Run(renderer) as run:
+        await run.rollout()
+        with left_to_collector(Rollout) as left:
+            bystanders = [f"agents-{number}" for number in range(1, 5)]
+            run.held.update(bystanders)
+            rollouts = [run.begin() for _ in bystanders]
+            for rollout_id in bystanders:
+                await run.asked[rollout_id].wait()
+            lost = await asyncio.gather(run.begin("exit"), *rollouts, return_exceptions=True)
+            assert {type(error) for error in lost} == {WorkerLost}
+            del rollouts, lost
+            run.lost.clear()
+            await asyncio.sleep(0)
+    assert left == []
 
 
 async def test_a_worker_that_has_played_may_be_killed_again_and_again_while_it_is_started(

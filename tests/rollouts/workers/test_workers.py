@@ -18,7 +18,9 @@ from tailrace.environments import EnvironmentSettings, load_environment
 from tailrace.errors import EnvironmentFailed, InvalidReward, RolloutError, RolloutTimeout, SettingsError
 from tailrace.records import Completion, GenerationRequest, GroupId, OnChunk, Rollout, RolloutId, Task, TaskId
 from tailrace.rollouts import ChatRenderer, LoadedEnvironment, Rollouter, RolloutSettings
+from tailrace.rollouts.error_budget import ERRORS_KEPT
 from tailrace.tracing.output_log import OutputLog
+from tests.support.collected import left_to_collector
 from tests.support.descendants import still_run
 from tests.support.scripted_generate import ScriptedGenerate
 
@@ -103,6 +105,18 @@ async def test_a_reward_that_never_returns_costs_one_rollout(renderer: ChatRende
     kept = [result.reward for result in results if isinstance(result, Rollout)]
     assert [reward.value for reward in kept if reward] == [1.0, 0.5, 1.0]
     assert children() == []
+
+
+async def test_rollouts_whose_worker_raises_are_freed_without_the_collector(renderer: ChatRenderer) -> None:
+    async with Run(renderer) as run:
+        await run.rollout("counting")
+        with left_to_collector(Rollout) as left:
+            rollouts = (run.rollout("counting", replies=["raise"]) for _ in range(ERRORS_KEPT + 8))
+            lost = await asyncio.gather(*rollouts, return_exceptions=True)
+            assert {type(error) for error in lost} == {EnvironmentFailed}
+            del rollouts, lost
+            await asyncio.sleep(0)
+    assert left == []
 
 
 async def test_rollouts_beside_a_killed_one_are_rebuilt_where_they_were(renderer: ChatRenderer) -> None:
