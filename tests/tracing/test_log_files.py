@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import io
 import logging
 import subprocess
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tailrace.reporting.logs import Terminal, logging_as_it_was, setup_logging
+from tailrace.tracing import log_files
 from tailrace.tracing.log_files import LogFile, StderrHandler
 from tailrace.tracing.output_log import OutputLog
 
@@ -81,6 +83,29 @@ def test_a_file_that_cannot_be_turned_over_is_emptied_and_what_it_held_is_counte
     log.append(b"more\n" * 4)
     assert path.read_text() == "[90 bytes are missing here: the disk took none]\n" + "more\n" * 4
     assert LogFile.lost_bytes - before == 90
+    assert len(caplog.messages) == 1
+
+
+def test_a_file_that_was_turned_over_and_cannot_be_opened_anew_costs_what_was_to_go_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, lost_before, is_out = tmp_path / "workers.log", LogFile.lost_bytes, False
+
+    def open_within_limit(path: Path, mode: str) -> io.FileIO:
+        if is_out:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return io.FileIO(path, mode)
+
+    monkeypatch.setattr(log_files, "FileIO", open_within_limit)
+    log = LogFile(path, "what rollout workers print", max_bytes=100)
+    log.append(b"a" * 90)
+    is_out = True
+    log.append(b"lost\n" * 4)
+    assert LogFile.lost_bytes - lost_before == 20
+    is_out = False
+    log.append(b"again\n")
+    assert path.read_text() == "[20 bytes are missing here: the disk took none]\nagain\n"
+    assert (tmp_path / "workers.log.1").read_text() == "a" * 90
     assert len(caplog.messages) == 1
 
 

@@ -74,16 +74,22 @@ class LogFile:
             self._lose(len(rest), error)
 
     def _turned_over(self, file: FileIO) -> FileIO:
-        """An empty one; this one is the file before. Where that fails it is emptied all the same: it must not grow."""
+        """An empty one; this one is the file before. Where that fails it is emptied all the same: it must not grow.
+
+        Raises `OSError` where it has become the file before, and no new one can be opened.
+        """
         before = self._path.with_name(f"{self._path.name}.1")
         try:
-            if not self._is_shared:
+            if self._is_shared:
+                shutil.copyfile(self._path, before)
+            else:
                 self._path.replace(before)
-                self._close()
-                return self._opened()
-            shutil.copyfile(self._path, before)
         except OSError as error:
             self._lose(os.fstat(file.fileno()).st_size, error)
+        else:
+            if not self._is_shared:
+                self._close()
+                return self._opened()
         file.truncate(0)
         return file
 
