@@ -7,6 +7,7 @@ import threading
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from typing_extensions import override
@@ -181,6 +182,34 @@ async def test_a_role_that_the_system_holds_is_told_of_and_the_others_end(
             await roles[1].kill()
     assert [role.is_running for role in roles] == [False, True]
     assert caplog.text.count("the held (None) cannot be killed: the system holds it") == 1
+
+
+class CountedHandle(LingeringHandle):
+    """One that tells what it is sent."""
+
+    sent: ClassVar[list[str]] = []
+
+    @override
+    def _terminate(self) -> None:
+        self.sent.append("SIGTERM")
+
+    @override
+    def _kill(self) -> None:
+        self.sent.append("SIGKILL")
+        super()._kill()
+
+
+class CountingLauncher(ThreadLauncher):
+    handle_class = CountedHandle
+
+
+async def test_of_roles_that_hang_all_are_asked_to_end_before_one_is_killed(tmp_path: Path) -> None:
+    async with CountingLauncher("epoch", tmp_path / "logs", ShutdownSettings(terminate_s=0.05)) as launcher:
+        roles = [launcher.start(spec("wait_for_stop", tmp_path, name)) for name in ("one", "two", "three", "four")]
+        for role in roles:
+            await role.ready()
+    assert CountedHandle.sent == ["SIGTERM"] * 4 + ["SIGKILL"] * 4
+    assert not any(role.is_running for role in roles)
 
 
 @pytest.mark.parametrize(

@@ -271,15 +271,13 @@ class Launcher(ABC):
             handle.write_stacks()
 
     async def close(self) -> None:
-        """Stop every role that still runs, the last one started first. Closing twice does nothing.
+        """Stop every role that still runs, all at once: any number of them may hang. Closing twice does nothing.
 
         What the system holds is left to it, and told of.
         """
-        for handle in reversed([*self._handles.values()]):
-            try:
-                await handle.stop()
-            except LifecycleError as error:
-                _logger.error("stopping: %s", error)
+        async with asyncio.TaskGroup() as stopping:
+            for handle in self._handles.values():
+                stopping.create_task(_stop(handle))
 
     def kill(self) -> None:
         """End every role at once, without waiting (for a second Ctrl-C), and release what the launcher owns."""
@@ -303,3 +301,10 @@ class Launcher(ABC):
 
     def _failed(self) -> list[RoleHandle]:
         return [role for role in self._handles.values() if role.has_failed and not role.is_replaceable]
+
+
+async def _stop(handle: RoleHandle) -> None:
+    try:
+        await handle.stop()
+    except LifecycleError as error:
+        _logger.error("stopping: %s", error)
