@@ -99,6 +99,9 @@ class RedisPlace:
     """That Redis takes at most, where there is a bound and it was asked for."""
     _listeners: list[Callable[[bool], None]] = field(default_factory=list)
     _users: list[RedisUser] = field(default_factory=list)
+    _restored: int = 0
+    """Of users that have ended; so is the next."""
+    _ignored: int = 0
     _failure: TransportError | None = None
     _has_failed: asyncio.Event = field(default_factory=asyncio.Event)
     _num_away: int = 0
@@ -120,8 +123,8 @@ class RedisPlace:
         return RedisFigures(
             self._outages,
             away_s,
-            restored=sum(user.times_restored for user in self._users),
-            ignored=sum(user.num_ignored for user in self._users),
+            restored=self._restored + sum(user.times_restored for user in self._users),
+            ignored=self._ignored + sum(user.num_ignored for user in self._users),
         )
 
     def address(self, name: str) -> str:
@@ -161,6 +164,13 @@ class RedisPlace:
     def count(self, user: RedisUser) -> None:
         """From now on its figures are among this process's."""
         self._users.append(user)
+
+    def settle(self, user: RedisUser) -> None:
+        """It has ended: what it came to still counts, and it is let go. Settling twice does nothing."""
+        if user in self._users:
+            self._users.remove(user)
+            self._restored += user.times_restored
+            self._ignored += user.num_ignored
 
     @property
     def open_channel(self) -> OpenChannel:
@@ -278,7 +288,10 @@ class RedisChannel(Conversation):
         if not self._is_closing:
             self._is_closing = True
             self._outbox.put(_Order([(_Kind.CLOSED, b"")], is_last=True))
-        await asyncio.to_thread(self._join)
+        try:
+            await asyncio.to_thread(self._join)
+        finally:
+            self._place.settle(self)
 
     def _join(self) -> None:
         self._links[1].close()
