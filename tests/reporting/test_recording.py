@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -131,7 +132,9 @@ def test_tokens_that_are_not_trained_on_are_counted_by_reason_and_environment() 
     }
 
 
-def an_observer(folder: Path, writer: BackgroundWriter) -> RunObserver:
+def an_observer(
+    folder: Path, writer: BackgroundWriter, release: Callable[[RolloutId], None] = lambda _: None
+) -> RunObserver:
     return RunObserver(
         metrics=JsonlSink(folder / "metrics.jsonl", writer),
         rollouts=RolloutWriter(folder / "rollouts", writer),
@@ -140,8 +143,13 @@ def an_observer(folder: Path, writer: BackgroundWriter) -> RunObserver:
         listener=Callbacks(),
         trackers=Trackers(),
         submit=writer.submit,
-        release_payloads=lambda _: None,
+        release_payloads=release,
     )
+
+
+def a_request(rollout: Rollout) -> GenerationRequest:
+    names = RequestId(f"request of {rollout.rollout_id}"), SessionId("session"), rollout.group_id
+    return GenerationRequest(*names, np.array([1, 2], np.int32), SamplingParams(), owner=rollout.rollout_id)
 
 
 async def test_tokens_of_a_completion_that_was_cut_are_dropped_for_its_rollouts_reason(tmp_path: Path) -> None:
@@ -149,11 +157,7 @@ async def test_tokens_of_a_completion_that_was_cut_are_dropped_for_its_rollouts_
     observer = an_observer(tmp_path, writer)
     for place, outcome in enumerate((Outcome.failed("timeout"), Outcome.cancelled("straggler"))):
         lost = replace(a_rollout(1, place, 0.0, []).rollout, branches=[], reward=None)  # in its first turn
-        session, prompt = SessionId(f"session {place}"), np.array([1, 2], np.int32)
-        request = GenerationRequest(
-            *(RequestId(f"request {place}"), session, lost.group_id, prompt, SamplingParams()), owner=lost.rollout_id
-        )
-        observer.request_cancelled(request, 8_000 + place)
+        observer.request_cancelled(a_request(lost), 8_000 + place)
         observer.rollout_lost(lost)
         observer.rollout_ended(lost.rollout_id, None, outcome, "it took too long")
     observer.write_rest(0)
@@ -162,6 +166,20 @@ async def test_tokens_of_a_completion_that_was_cut_are_dropped_for_its_rollouts_
         assert observer.totals.sum(f"{whose}/dropped_tokens/timeout") == 8_000
         assert observer.totals.sum(f"{whose}/dropped_tokens/straggler") == 8_001
     assert observer.totals.sum("bias/wasted_tokens") == 16_001
+
+
+async def test_nothing_that_is_cut_of_an_evaluation_is_kept(tmp_path: Path) -> None:
+    writer, released = BackgroundWriter(), list[RolloutId]()
+    observer = an_observer(tmp_path, writer, released.append)
+    held_out = replace(a_rollout(1, 0, 0.0, []).rollout, branches=[], reward=None)
+    observer.request_cancelled(a_request(held_out), 8_000)
+    observer.held_out_ended(held_out.rollout_id)
+    observer.rollout_lost(held_out)  # one of training that has the same name
+    observer.rollout_ended(held_out.rollout_id, None, Outcome.failed("timeout"), "it took too long")
+    observer.write_rest(0)
+    assert writer.close()
+    assert observer.totals.sum("bias/wasted_tokens") == 0
+    assert released == [held_out.rollout_id] * 2
 
 
 def test_a_stopped_rollout_wastes_its_finished_turns_and_what_it_had_of_the_next_one() -> None:

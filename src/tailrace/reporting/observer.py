@@ -179,6 +179,11 @@ class RunObserver(SchedulerObserver):
         if request.owner is not None and tokens:
             self._recorder.bias.cut(request.owner, tokens)
 
+    def held_out_ended(self, rollout_id: RolloutId) -> None:
+        """The agent of a rollout that belongs to an evaluation has returned, which no figure of training counts."""
+        self._release(rollout_id)
+        self._recorder.bias.forget_cut(rollout_id)
+
     def rollout_lost(self, rollout: Rollout) -> None:
         """A rollout failed or was cancelled: what it sampled is wasted, unless the end of the run cancelled it.
 

@@ -88,6 +88,10 @@ class BiasMeter:
         """A completion of this rollout was cancelled with `tokens` sampled. Call it before `losing`."""
         self._cut[rollout_id] += tokens
 
+    def forget_cut(self, rollout_id: RolloutId) -> None:
+        """What was cut of this rollout is not to be counted."""
+        self._cut.pop(rollout_id, None)
+
     def losing(self, rollout: Rollout) -> int:
         """A rollout failed or was cancelled. Returns what it sampled: its finished turns, and what was cut.
 

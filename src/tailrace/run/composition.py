@@ -203,7 +203,7 @@ async def compose(ground: RunGround) -> AsyncIterator[ComposedRun]:
             roles.redis.tell(scheduler.hold)
         evaluator = Evaluator(
             await asyncio.to_thread(_held_out, settings, environments),
-            rollouter.runner(evaluation_seed=settings.seed, on_ended=roles.payloads.release),
+            rollouter.runner(evaluation_seed=settings.seed, on_ended=observer.held_out_ended),
             observer.evaluated,
             settings=settings.evaluation,
             scheduling=settings.scheduling,
