@@ -248,8 +248,23 @@ def test_at_an_end_that_is_in_a_hurry_a_slow_disk_is_waited_for_no_longer_than_i
     writer = BackgroundWriter()
     for _ in range(100):
         writer.submit(lambda: time.sleep(0.02))
-    writer.close(timeout_s=1.0, limit_s=0.1)
+    writer.hurry(0.1)
+    writer.close(timeout_s=1.0)
     assert writer.dropped > 0
+
+
+def test_an_end_may_be_hurried_while_it_waits_for_a_disk_that_hangs(caplog: pytest.LogCaptureFixture) -> None:
+    release, writer = threading.Event(), BackgroundWriter()
+
+    def hang() -> None:
+        release.wait(2 * PATIENCE_S)
+
+    writer.submit(hang)
+    threading.Timer(0.1, writer.hurry, (0.1,)).start()
+    assert not writer.close(timeout_s=PATIENCE_S)
+    assert f"within {PATIENCE_S:.0f} s" not in caplog.text
+    assert "what waits for it is dropped (1)" in caplog.text
+    release.set()
 
 
 @pytest.mark.parametrize("queue_records", [3, 256], ids=["full", "with room"])

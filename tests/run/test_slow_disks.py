@@ -18,6 +18,7 @@ from tailrace.lifecycle.processes import STACKS_S
 from tailrace.records import RunStatus, TrainerEnded
 from tailrace.reporting.summary import read_summary
 from tailrace.run import training, watchdog
+from tailrace.tracing.background import BackgroundWriter
 from tailrace.training.checkpoints.files import StagedCheckpoint
 from tailrace.transport.events import log
 from tests.run.runs import PATIENCE_S, RESUMED, environment, records, run_inline
@@ -80,6 +81,33 @@ async def test_after_a_notice_records_are_waited_for_no_longer_though_the_last_s
     works_again.set()
     assert (summary.status, summary.exit_code) == (RunStatus.FAILED, 1)
     assert "did not answer a request to stop within 0.3 s" in summary.reason
+    assert "has not finished its writes within 1 s" in (tmp_path / "run" / "logs" / "orchestrator.log").read_text()
+
+
+async def test_from_a_sigterm_after_training_on_records_are_waited_for_no_longer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    works_again, opened, closed = threading.Event(), Path.open, BackgroundWriter.close
+    terminate = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM))
+
+    def open_on_a_bad_disk(path: Path, mode: str = "r", *args: Any, **options: Any) -> IO[Any]:
+        if path.name == "metrics.jsonl" and "a" in mode:
+            works_again.wait(PATIENCE_S)
+        return opened(path, mode, *args, **options)
+
+    def close_while_terminated(writer: BackgroundWriter, timeout_s: float = 10.0) -> bool:
+        if timeout_s == training._LARGEST_WRITE_S:  # not the trace's
+            terminate.start()
+        return closed(writer, timeout_s)
+
+    monkeypatch.setattr(Path, "open", open_on_a_bad_disk)
+    monkeypatch.setattr(BackgroundWriter, "close", close_while_terminated)
+    monkeypatch.setattr(training, "HURRIED_WRITES_S", 1.0)
+    monkeypatch.setattr(training, "_LARGEST_WRITE_S", 15.0)
+    summary = await run_inline(tmp_path, "--max_steps", "2")
+    works_again.set()
+    assert (summary.status, summary.exit_code) == (RunStatus.FINISHED, 0)
+    assert summary.dropped_records > 0
     assert "has not finished its writes within 1 s" in (tmp_path / "run" / "logs" / "orchestrator.log").read_text()
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 import os
 from collections.abc import AsyncIterator, Callable, Mapping
 from functools import partial
@@ -197,8 +196,9 @@ async def _train_in(
             ):
                 ended = await run.orchestrator.run()
                 exit_code = _exit_code(ended, run.orchestrator.error, signals)
-        writes_s = HURRIED_WRITES_S if signals.exit_code in _HURRIED else math.inf  # however the run ended then
-        summary = await _sum_up(run, ended, exit_code, writes_s)
+        if signals.exit_code in _HURRIED:  # however the run ended then
+            run.writer.hurry(HURRIED_WRITES_S)
+        summary = await _sum_up(run, ended, exit_code)
         trackers.summarise(summary)
         return summary
 
@@ -226,6 +226,8 @@ def _stop_signals(
     def request_stop(code: ExitCode) -> None:
         why, at_once = _STOPPED_BY[code]
         if run.orchestrator.is_done:
+            if code in _HURRIED:
+                run.writer.hurry(HURRIED_WRITES_S)
             _logger.warning("the run has ended, and the rest of its files is written: %s to stop at once", at_once)
             return
         _logger.warning("stopping, with a last save: %s to stop at once", at_once)
@@ -291,10 +293,10 @@ def _end_without_folder(run: ComposedRun, live: LiveView, abort: Callable[[ExitC
     abort(ExitCode.FAILED)
 
 
-async def _sum_up(run: ComposedRun, ended: TrainerEnded, exit_code: int, writes_s: float) -> RunSummary:
-    """The run in figures, once everything else is written, or so many seconds have passed."""
+async def _sum_up(run: ComposedRun, ended: TrainerEnded, exit_code: int) -> RunSummary:
+    """The run in figures, once everything else is written, or is waited for no longer."""
     run.observer.write_rest(max(ended.step, run.orchestrator.step))
-    await asyncio.to_thread(run.writer.close, _LARGEST_WRITE_S, limit_s=writes_s)
+    await asyncio.to_thread(run.writer.close, _LARGEST_WRITE_S)
     writer, orchestrator, ground, observer = run.writer, run.orchestrator, run.ground, run.observer
     summary = RunSummary(
         name=ground.settings.name,
