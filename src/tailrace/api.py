@@ -109,7 +109,7 @@ def train(
     Raises:
         TailraceError: What the command ends with status 2 for: `SettingsError`, `DataError`, `ModelError`; and
             `LifecycleError` where an event loop runs already (write `await tailrace.train_async(...)` there).
-        Exception: What a callback raised, after the run has ended in order.
+        Exception, SystemExit: What a callback raised, after the run has ended in order.
     """
     _require_no_loop("train")
     return run_on_event_loop(train_async(settings, changes, on_step=on_step, on_evaluation=on_evaluation, runs=runs))

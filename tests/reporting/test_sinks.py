@@ -5,7 +5,9 @@ import math
 import threading
 import time
 import weakref
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -265,6 +267,17 @@ def test_an_end_may_be_hurried_while_it_waits_for_a_disk_that_hangs(caplog: pyte
     assert f"within {PATIENCE_S:.0f} s" not in caplog.text
     assert "what waits for it is dropped (1)" in caplog.text
     release.set()
+
+
+def test_an_end_that_was_hurried_long_before_has_its_time_from_then_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    writer, written, now_s = BackgroundWriter(), list[int](), 0.0
+    monkeypatch.setattr("tailrace.tracing.background.time", SimpleNamespace(monotonic=lambda: now_s))
+    writer.hurry(PATIENCE_S / 2)
+    now_s = PATIENCE_S  # a callback that takes its time, roles that end
+    for number in range(5):
+        writer.submit(partial(written.append, number))
+    assert writer.close(timeout_s=PATIENCE_S)
+    assert (written, writer.dropped) == ([0, 1, 2, 3, 4], 0)
 
 
 @pytest.mark.parametrize("queue_records", [3, 256], ids=["full", "with room"])

@@ -24,6 +24,7 @@ from tailrace.errors import (
 )
 from tailrace.records import Group, GroupId, Message, Reward, Rollout, RolloutId, Task
 from tailrace.rollouts import ChatRenderer, Rollouter, RolloutSettings
+from tests.support.collected import left_to_collector
 from tests.support.loaded import loaded
 from tests.support.scripted_generate import ScriptedGenerate
 
@@ -320,6 +321,20 @@ async def test_what_a_rollout_that_failed_held_is_freed_without_the_collector(
             await fails(held.pop())
 
         await run(renderer, spec_of(agent), timeout_s=0.2)
+
+
+async def test_what_a_reward_held_that_failed_is_freed_where_its_rollout_stays_unscored(renderer: ChatRenderer) -> None:
+    held = [Large()]
+    is_left = weakref.ref(held[0])
+
+    async def score(task: Task, messages: list[Message]) -> float:
+        await raise_with(held.pop())
+        return 1.0
+
+    with left_to_collector(Large) as left:
+        rollout = await run(renderer, spec_of(ask, reward=score), score_errors={"on_error": "keep_unscored"})
+    assert rollout.reward is None
+    assert (left, is_left()) == ([], None)
 
 
 class Speechless(ConnectionError):

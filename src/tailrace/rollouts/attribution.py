@@ -62,10 +62,8 @@ class attribute_errors:
         cause = error
         while isinstance(cause, BaseExceptionGroup) and len(cause.exceptions) == 1:
             cause = cause.exceptions[0]
-        where = "".join(traceback.format_exception(error)).rstrip()
-        failed = self._failure(
-            _encodable(f"task {self._task.task_id}: {type(cause).__name__}: {text_of(cause)}\n{where}")
-        )
+        said = f"task {self._task.task_id}: {type(cause).__name__}: {text_of(cause)}"
+        failed = self._failure(_encodable(f"{said}\n{_where(error)}"))
         failed.is_mistake = is_mistake(cause)
         raise failed from error
 
@@ -106,7 +104,12 @@ def is_mistake(error: BaseException) -> bool:
 
 def exit_refused(error: BaseException, task: Task, failure: type[RolloutError]) -> RolloutError:
     """The `failure` of users' code that tried to end its process."""
-    return failure(f"task {task.task_id}: users' code raised {error!r}, which ends no run").as_mistake()
+    said = f"task {task.task_id}: users' code raised {error!r}, which ends no run"
+    return failure(_encodable(f"{said}\n{_where(error)}")).as_mistake()
+
+
+def _where(error: BaseException) -> str:
+    return "".join(traceback.format_exception(error)).rstrip()
 
 
 def _first_of_ours(group: BaseExceptionGroup[BaseException]) -> Exception | None:

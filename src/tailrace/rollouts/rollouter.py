@@ -217,7 +217,7 @@ class Rollouter:
             await self._play(rollout, environment)
             has_ended = True
         except (RolloutError, RequestRefused) as error:
-            drop_frames(error)  # its text says where users' code raised it
+            drop_frames(error)  # where users' code raised is in its text
             if isinstance(error, RolloutError) and error.is_blameless:
                 self._failures.started -= 1  # it is started once more
             elif not self._scorer.has_counted(error):

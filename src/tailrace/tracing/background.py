@@ -47,10 +47,11 @@ class BackgroundWriter:
             _logger.warning("the disk is slower than this run: records are dropped (counted in sinks/dropped_records)")
 
     def hurry(self, limit_s: float) -> None:
-        """From now on `close` waits for so long at most, one that waits already, too. The earliest end counts."""
+        """`close` waits for so long at most; one that waits already, for so long from now on."""
         with self._changed:
-            if time.monotonic() + limit_s < self._until_s:
-                self._limit_s, self._until_s = limit_s, time.monotonic() + limit_s
+            self._limit_s = min(self._limit_s, limit_s)
+            if self._closed:
+                self._until_s = min(self._until_s, time.monotonic() + limit_s)
                 self._changed.notify_all()
 
     def close(self, timeout_s: float = 10.0) -> bool:
@@ -60,6 +61,8 @@ class BackgroundWriter:
         """
         with self._changed:
             is_first, self._closed = not self._closed, True
+            if is_first:
+                self._until_s = time.monotonic() + self._limit_s
             self._changed.notify_all()
             if not is_first or self._finish(timeout_s):
                 return not self._is_busy

@@ -24,7 +24,7 @@ from tailrace.environments import AgentResult, ScoreGroup
 from tailrace.environments.results import as_agent_result, finite_number
 from tailrace.errors import InvalidReward, ScoringFailed
 from tailrace.records import Group, Reward, Rollout, RolloutId
-from tailrace.rollouts.attribution import attribute_errors
+from tailrace.rollouts.attribution import attribute_errors, drop_frames
 from tailrace.rollouts.error_budget import RAISE, ErrorBudget, ErrorTally
 
 ScoreRollout: TypeAlias = Callable[[Rollout, AgentResult], Awaitable[AgentResult]]
@@ -88,6 +88,7 @@ class Scorer:
             self._rewards.fail(error)
             if not self._keeps_unscored:
                 raise
+            drop_frames(error)
             result, reward = reported, None
         if reward is None:
             _leave_unscored(rollout, result)
@@ -126,6 +127,7 @@ class Scorer:
             self._groups.fail(error)
             if not self._keeps_unscored:
                 raise
+            drop_frames(error)
             for rollout in members:
                 _leave_unscored(rollout, as_agent_result(rollout.reward))
             return [group]
