@@ -181,9 +181,9 @@ POLICIES: dict[str, Policy] = {
 }
 
 BEST: dict[str, dict[str, float]] = {
-    "main": {"stream-drop": 384, "over-abort": 1.25, "over-requeue": 1.5, "over-resume": 3.0, "over-continue": 3.0},
-    "medium": {"stream-wait": 384, "over-abort": 1.25, "over-requeue": 1.25, "over-resume": 3.0, "over-continue": 3.0},
-    "short": {"stream-wait": 384, "over-abort": 1.1, "over-requeue": 1.1, "over-resume": 3.0, "over-continue": 3.0},
+    "main": {"stream-drop": 384, "over-abort": 1.25, "over-requeue": 1.5, "over-resume": 4.0, "over-continue": 4.0},
+    "medium": {"stream-wait": 384, "over-abort": 1.25, "over-requeue": 1.25, "over-resume": 4.0, "over-continue": 4.0},
+    "short": {"stream-wait": 384, "over-abort": 1.1, "over-requeue": 1.1, "over-resume": 3.0, "over-continue": 4.0},
     "runaways": {"over-abort": 1.1, "over-requeue": 1.1, "over-resume": 3.0, "over-continue": 3.0},
 }
 """What `--sweep` found for the policies of others, by load; where nothing is said, the plan's default is best."""
