@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tailrace.generation.settings import GeneratorSettings
 from tailrace.run.replica_pool import ReplicaPool, Standing
 
 OWN, GUESTS = ("own-0", "own-1"), tuple(f"guest-{number}" for number in range(5))
@@ -18,8 +19,8 @@ def act(pool: ReplicaPool, action: str, number: int) -> None:
     if action == "start" and wanted:
         pool.begins(wanted[0])
     elif action == "ask":
-        before = pool.present
-        assert (pool.take_in() is None) == (before >= pool.most)
+        has_room = pool.present < pool.most and any(pool.standing(name) is Standing.FREE for name in GUESTS)
+        assert (pool.take_in() is not None) == has_room
     elif action in ("serves", "leaves", "ended") and there:
         getattr(pool, action)(there[number % len(there)])
     elif action == "gives_up" and (idle := [name for name in OWN if pool.standing(name) is Standing.FREE]):
@@ -40,6 +41,21 @@ def test_there_are_never_more_than_may_be_and_own_ones_start_only_below_the_leas
             and (name in GUESTS or pool.standing(name) is Standing.GIVEN_UP)
             for name in pool.names
         )
+
+
+def test_another_has_the_place_of_a_guest_that_is_still_leaving() -> None:
+    settings = GeneratorSettings.model_validate({"replicas": {"min": 1, "max": 2}})
+    pool = ReplicaPool((), settings.guest_names(0), least=1, most=2)
+    for _ in range(2):
+        first, other = pool.take_in(), pool.take_in()
+        assert first is not None
+        assert (pool.take_in(), other is None) == (None, False)
+        pool.leaves(first.name)
+        replacement = pool.take_in()
+        assert replacement is not None
+        for name in pool.names:
+            if pool.standing(name) is not Standing.FREE:
+                pool.ended(name)
 
 
 def test_a_name_that_comes_back_is_another_life() -> None:

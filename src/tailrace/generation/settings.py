@@ -266,10 +266,13 @@ class GeneratorSettings(BaseModel):
         return tuple(f"generator-{index}" for index in range(self.replicas.min, self.replicas.max))
 
     def guest_names(self, own: int) -> tuple[str, ...]:
-        """Of those that may join a run with so many of its own: as many as there may be, should all of its be gone."""
+        """Of those that may join a run with so many of its own: twice as many as there may be.
+
+        All of its own may be gone; and one that leaves has its name until it has left, while another has its place.
+        """
         if not self.replicas.may_join:
             return ()
-        return tuple(f"generator-{index}" for index in range(own, own + self.replicas.max))
+        return tuple(f"generator-{index}" for index in range(own, own + 2 * self.replicas.max))
 
     @property
     def weights(self) -> WeightPolicy:

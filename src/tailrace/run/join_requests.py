@@ -174,10 +174,9 @@ class JoinHandler:
             pool = self.generators.pool
             coming = pool.present - pool.serving
             on_the_way = f", {coming} of them on the way" if coming else ""
-            return Refused(
-                f"the run {self.settings.name} has {pool.present} generators{on_the_way}, as many as "
-                "generator.replicas.max allows"
-            )
+            is_full = pool.present >= pool.most
+            why = "as many as generator.replicas.max allows" if is_full else "and many others that are still leaving"
+            return Refused(f"the run {self.settings.name} has {pool.present} generators{on_the_way}, {why}")
         loop = asyncio.get_running_loop()
         self._kept[place] = loop.call_later(ANNOUNCED_WITHIN_S, self._forget, place)
         chosen = self.settings
