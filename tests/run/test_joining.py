@@ -183,7 +183,7 @@ async def test_a_guest_that_is_asked_to_stop_leaves_in_order_and_nothing_is_samp
             "has left the run quickstart: generator-1 left: it was asked to stop\n",
         )
         assert slots == [64, 68, 64]
-        assert [replica.failovers for replica in router.replicas] == [0, 0, 0]
+        assert not any(replica.failovers for replica in router.replicas)
 
 
 async def test_a_guest_that_is_killed_costs_a_chunk_of_each_request_and_another_may_come(tmp_path: Path) -> None:
