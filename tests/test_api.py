@@ -12,12 +12,14 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 
 import tailrace
+from tailrace.api import _importable_name
 from tailrace.environments import EnvironmentSpec
 from tailrace.errors import DataError, LifecycleError, SettingsError
 from tailrace.records import RunStatus, Task
@@ -160,6 +162,17 @@ def test_environments_may_be_objects_of_this_process_or_of_a_module() -> None:
     assert 'name = "tests.support.run_environments:spelling"' in written
     assert 'name = "tests.support.run_environments:wrapped"' in written
     assert "count = 64" in written
+
+
+def test_to_find_the_module_of_a_spec_asks_none_for_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    lazy = ModuleType("lazy")
+
+    def load(name: str) -> object:
+        raise RuntimeError(f"{name} needs what is not installed")
+
+    monkeypatch.setattr(lazy, "__getattr__", load, raising=False)
+    monkeypatch.setitem(sys.modules, "lazy", lazy)
+    assert _importable_name(EnvironmentSpec(name="here", agent=run_environments.answer)) is None
 
 
 def test_a_run_of_an_environment_of_this_process_goes_on_with_what_it_was_given_at_its_start() -> None:

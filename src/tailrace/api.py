@@ -275,13 +275,13 @@ def _importable_name(given: object) -> str | None:
     """`module:attribute` of what a module holds; None for what only this program has."""
     own = _own_name(given)
     # a spec does not know where it was made
-    names = list(sys.modules) if isinstance(given, EnvironmentSpec) else [str(getattr(given, "__module__", ""))]
+    names = [*sys.modules] if isinstance(given, EnvironmentSpec) else [str(getattr(given, "__module__", ""))]
     for name in names:
-        module = sys.modules.get(name)
-        if module is None or name == "__main__":
+        held = getattr(sys.modules.get(name), "__dict__", {})  # no `getattr` for its names: some modules import at that
+        if name == "__main__":
             continue
-        for attribute, held in [(own, getattr(module, own, None)), *vars(module).items()]:
-            if held is given and not attribute.startswith("_"):  # as `builtins._` of a Python that is typed into
+        for attribute in (own, *held):
+            if held.get(attribute) is given and not attribute.startswith("_"):  # `builtins._` is what was typed last
                 return f"{name}:{attribute}"
     return None
 

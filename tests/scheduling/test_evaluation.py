@@ -210,35 +210,20 @@ def test_in_an_outage_one_rollout_tries_and_the_others_wait_for_it(outage_s: flo
         assert lasted_s == pytest.approx(300.0)
 
 
-def test_one_that_is_refused_where_it_tries_leaves_the_turn_to_others() -> None:
-    tried_s: list[float] = []
+@pytest.mark.parametrize("error", [RequestRefused("too long"), WorkerLost("out of memory")])
+def test_one_that_cannot_be_played_leaves_the_turn_to_others(error: RequestRefused | WorkerLost) -> None:
+    tried: list[TaskId] = []
 
     def failing(task: Task, attempt: int, now_s: float) -> Exception | None:
         if task.environment == "b":
             return None
         if now_s < 10.0:
             return FAILURES["environment_failed"]("away")
-        tried_s.append(now_s)
-        return RequestRefused("too long") if now_s == tried_s[0] else None
-
-    results, lasted_s = Flaky(failing).evaluated()
-    assert "request_refused" in results["a"].failed
-    assert lasted_s < 60.0
-
-
-def test_a_task_that_costs_its_worker_does_not_try_for_the_others_for_ever() -> None:
-    slain: list[TaskId] = []
-
-    def failing(task: Task, attempt: int, now_s: float) -> Exception | None:
-        if task.environment == "b":
-            return None
-        if now_s < 10.0:
-            return FAILURES["environment_failed"]("away")
-        slain.append(task.task_id)
-        return WorkerLost("out of memory") if task.task_id == slain[0] else None
+        tried.append(task.task_id)
+        return error if task.task_id == tried[0] else None
 
     results, lasted_s = Flaky(failing).evaluated(max_retries=2)
-    assert results["a"].failed[WorkerLost.reason] == 1
+    assert results["a"].failed[error.reason] == 1
     assert lasted_s < 60.0
 
 

@@ -312,27 +312,19 @@ async def test_what_comes_with_a_result_without_a_reward_is_added_to_the_rollout
     assert (unscored.rollouts[0].metrics, unscored.rollouts[0].metadata) == ({"style": 2.0}, {"why": "brief"})
 
 
-@pytest.mark.parametrize("short", [3, 3.0, True, np.float32(3.0), np.bool_(True), Reward(3.0)])
-async def test_a_result_for_a_group_has_short_forms(renderer: ChatRenderer, short: float) -> None:
-    async def rank(group: Group) -> list[float]:
+@pytest.mark.parametrize(
+    ("short", "reward"),
+    [(3, 3.0), (3.0, 3.0), (True, 1.0), (np.float32(3.0), 3.0), (np.bool_(True), 1.0), (Reward(3.0), 3.0), (None, 0.5)],
+)
+async def test_a_result_for_a_group_has_short_forms(renderer: ChatRenderer, short: object, reward: float) -> None:
+    async def rank(group: Group) -> list[object]:
         return [short]
 
     spec = spec_of(score_group=rank)
     group = group_of(spec)
     async with rollouter(renderer, spec) as rollouts:
         assert await rollouts.score(group) == [group]
-    assert group.rollouts[0].reward == Reward(1.0 if isinstance(short, bool | np.bool_) else 3.0, {"own": 0.5})
-
-
-async def test_results_of_a_group_may_all_leave_the_own_rewards(renderer: ChatRenderer) -> None:
-    async def rank(group: Group) -> list[None]:
-        return [None]
-
-    spec = spec_of(score_group=rank)
-    group = group_of(spec)
-    async with rollouter(renderer, spec) as rollouts:
-        assert await rollouts.score(group) == [group]
-    assert group.rollouts[0].reward == Reward(0.5, {"own": 0.5})
+    assert group.rollouts[0].reward == Reward(reward, {"own": 0.5})
 
 
 async def measured(rollouts: Rollouter, spec: EnvironmentSpec) -> dict[str, EvaluationResult]:
