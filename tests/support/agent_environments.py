@@ -29,7 +29,7 @@ from tailrace.environments import (
     outside_agent,
 )
 from tailrace.errors import JudgeFailed
-from tailrace.records import Group, Json, Message, Reply, Reward, Rollout, RolloutId, Task
+from tailrace.records import Float32Array, Group, Json, Message, Reply, Reward, Rollout, RolloutId, Task
 from tailrace.rollouts.agent_workers.branches import BranchData
 from tailrace.rollouts.agent_workers.segments import BranchWriter, Placed
 
@@ -289,7 +289,8 @@ def give(group: Group) -> Group | list[object]:
 async def rank(group: Group) -> Group | list[Group] | list[AgentResult] | None:
     """Scores a group in the way that its row asks for."""
     match group.task["behave"]:
-        case "results":
+        case "results" | "results with advantages" as behave:
+            group.advantages = some_advantages(group) if behave != "results" else None
             return [AgentResult(float(number), {"place": float(number)}) for number, _ in enumerate(group.rollouts)]
         case "split":
             first, *others = group.rollouts
@@ -313,11 +314,13 @@ async def rank(group: Group) -> Group | list[Group] | list[AgentResult] | None:
         rollout.branches[0].set_column("place", np.full(tokens, number))
     group.metadata["ranked"] = True
     group.metrics["ranked"] = 1.0
-    group.advantages = [
-        0.5,
-        *(np.full(rollout.branches[0].num_tokens, 0.25, np.float32) for rollout in group.rollouts[1:]),
-    ]
+    group.advantages = some_advantages(group)
     return group
+
+
+def some_advantages(group: Group) -> list[float | Float32Array]:
+    """A number, and others per token."""
+    return [0.5, *(np.full(rollout.branches[0].num_tokens, 0.25, np.float32) for rollout in group.rollouts[1:])]
 
 
 def replace_rollouts(group: Group, rollouts: list[Rollout]) -> Group:

@@ -51,7 +51,8 @@ def shown(groups: list[Group]) -> list[object]:
 
 
 @pytest.mark.parametrize(
-    "behave", ["well", "results", "numbers", "plain numbers", "results and numbers", "split", "drop"]
+    "behave",
+    ["well", "results", "results with advantages", "numbers", "plain numbers", "results and numbers", "split", "drop"],
 )
 async def test_a_group_is_scored_in_a_worker_as_on_the_loop(renderer: ChatRenderer, behave: str) -> None:
     found = []

@@ -116,28 +116,26 @@ class GroupChanges(msgspec.Struct, frozen=True, array_like=True):
     """What scoring made of a group."""
 
     rollouts: dict[RolloutId, RolloutChanges]
-    values: bytes
-    """Of the group itself."""
     results: bytes | None
-    """`AgentResult`s, one per rollout; None where `parts` count."""
+    """`AgentResult`s, one per rollout, where it returned those."""
     parts: list[PartData]
-    """None of them where the group was discarded."""
+    """The group itself beside results; none where the group was discarded."""
 
     @classmethod
     def of(cls, returned: object, group: Group, members: Sequence[Rollout]) -> GroupChanges:
         """`returned` is what `score_group` made of `group`, which had these members.
 
-        Raises `ScoringFailed` for what is no group of these, `EnvironmentFailed` for values that cannot be sent, and as
-        `as_agent_result` does for rewards.
+        Raises `ScoringFailed` for what is no group of these and for advantages of which no batch can be made,
+        `EnvironmentFailed` for values that cannot be sent, and as `as_agent_result` does for rewards.
         """
         changes = {
             member.rollout_id: RolloutChanges(_values_of(member), [columns_of(branch) for branch in member.branches])
             for member in members
         }
-        values = _values_of_group(group)
-        if (results := results_in(returned)) is not None:
-            return cls(changes, values, pack_values(results, f"group {group.group_id}"), [])
-        return cls(changes, values, None, [_part(part, group) for part in adopted(returned, group, members)])
+        results = results_in(returned)
+        parts = adopted(returned if results is None else group, group, members)
+        packed = None if results is None else pack_values(results, f"group {group.group_id}")
+        return cls(changes, packed, [_part(part, group) for part in parts])
 
     def applied(self, group: Group) -> list[Group] | list[AgentResult]:
         """Lay it over the group that was sent; what its `score_group` would have returned here.
@@ -150,11 +148,10 @@ class GroupChanges(msgspec.Struct, frozen=True, array_like=True):
                 _set_values(known[rollout_id], changes.values)
                 for branch, columns in zip(known[rollout_id].branches, changes.columns, strict=True):
                     set_columns(branch, columns)
-            if self.results is not None:
-                values = unpack_values(self.values)
-                group.metadata, group.metrics = values["metadata"], values["metrics"]
-                return [AgentResult(**fields) for fields in unpack_values(self.results)]
-            return [_applied(part, group, known) for part in self.parts]
+            groups = [_applied(part, group, known) for part in self.parts]
+            if self.results is None:
+                return groups
+            return [AgentResult(**fields) for fields in unpack_values(self.results)]
 
 
 def _part(part: Group, group: Group) -> PartData:
