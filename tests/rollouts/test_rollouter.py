@@ -148,6 +148,20 @@ async def test_a_result_without_a_reward_is_kept_for_whoever_scores_the_group(re
         await run(renderer, spec_of(agent))
 
 
+async def test_a_metric_that_is_no_number_costs_its_rollout_and_not_the_group_that_would_give_it_a_reward(
+    renderer: ChatRenderer,
+) -> None:
+    async def agent(task: Task, policy: Policy) -> AgentResult:
+        await ask(task, policy)
+        return AgentResult(metrics={"effort": float("nan")})
+
+    async def rank(group: Group) -> Group:
+        return group
+
+    with pytest.raises(InvalidReward, match=r"rollout r0, component 'effort', is nan; it must be finite"):
+        await run(renderer, spec_of(agent, score_group=rank))
+
+
 async def test_a_reward_function_takes_precedence_and_keeps_what_the_agent_reported(renderer: ChatRenderer) -> None:
     async def agent(task: Task, policy: Policy) -> Reward:
         await ask(task, policy)

@@ -354,6 +354,16 @@ def judged(url: str | None = None) -> EnvironmentSpec:
     return EnvironmentSpec(name="judged", agent=behaving, judge=judge, judge_format=ByPlace(), train_tasks=ROWS)
 
 
+async def unrewarded_agent(task: Task, policy: Policy) -> AgentResult:
+    return replace(await behaving(task, policy), reward=None)
+
+
+def unrewarded(*, is_judged: bool = False) -> EnvironmentSpec:
+    """Rollouts that only their group's score gives a reward."""
+    spec = EnvironmentSpec(name="unrewarded", agent=unrewarded_agent, score_group=rank, train_tasks=ROWS)
+    return replace(spec, score_group=None, judge=JudgeSettings(), judge_format=ByPlace()) if is_judged else spec
+
+
 async def compared(prompts: list[object], completions: list[object], **columns: object) -> list[float]:
     """A named reward for whole groups, by the process that it runs in."""
     return [float(os.getpid()) for _ in completions]

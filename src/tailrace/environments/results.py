@@ -25,7 +25,7 @@ class AgentResult:
     reward: float | None = None
     """None where something else scores the rollout: a reward function, `score_group` or a judge."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Become the components of the rollout's reward, or metrics of the rollout while it has none."""
+    """Become components of the rollout's reward, whatever gives it that; metrics of the rollout while it has none."""
     info: dict[str, Json] = field(default_factory=dict)
     """Anything JSON-friendly to save beside the rollout."""
 

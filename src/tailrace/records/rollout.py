@@ -104,6 +104,10 @@ class Rollout:
     """How often this place in its group was tried before."""
     metadata: dict[str, Json] = field(default_factory=dict)
     """Whatever its author wants to find again; nothing here reads it."""
+    reported_metrics: dict[str, float] = field(default_factory=dict)
+    """What was reported without a reward; become components of the one that its group's score gives it."""
+    reported_info: dict[str, Json] = field(default_factory=dict)
+    """Likewise; becomes columns of that reward."""
 
     @property
     def num_tokens(self) -> int:

@@ -188,6 +188,21 @@ async def test_a_judge_scores_in_a_worker_as_on_the_loop(renderer: ChatRenderer,
     assert found[0] == found[1] == [(number / 10 + 0.5, number / 10, 1.0) for number in range(3)]
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(
+    ("behave", "is_judged", "own"), [("results", False, ["place"]), ("numbers", False, []), ("well", True, ["judge"])]
+)
+async def test_what_agents_report_without_a_reward_is_part_of_the_one_that_their_groups_score_gives(
+    renderer: ChatRenderer, workers: int, behave: str, is_judged: bool, own: list[str]
+) -> None:
+    async with Run(renderer, "unrewarded", workers=workers, args={"is_judged": is_judged}) as run:
+        members, _ = await scored(run, behave, "unrewarded")
+    for rollout in members:
+        assert rollout.reward is not None
+        assert [*rollout.reward.components] == ["pid", "turns", *own]
+        assert rollout.reward.columns["said"] == ["yes", "no"]
+
+
 async def test_a_judge_at_an_endpoint_is_asked_by_the_worker(renderer: ChatRenderer) -> None:
     async with (
         endpoint(Answer(content="the verdict")) as serving,

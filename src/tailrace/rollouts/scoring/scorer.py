@@ -77,13 +77,18 @@ class Scorer:
         """Set the reward of a rollout that has just ended: what was `reported`, or what `score` says in its place.
 
         Without a reward it stays unscored where its group will be scored, or where the error budget keeps what is
-        unscored; metrics and info are then kept beside the rollout. Raises what `score` raises, `InvalidReward` where
-        the reward is missing or no finite number, and `ErrorBudgetSpent` where this failure is one too many.
+        unscored; metrics and info are then kept beside the rollout, and those of one whose group will be scored are
+        added to the reward that it gets there. Raises what `score` raises, `InvalidReward` where the reward is missing
+        or it, or a metric, is no finite number, and `ErrorBudgetSpent` where this failure is one too many.
         """
         self._rewards.started += 1
         try:
             result = reported if score is None else await score(rollout, reported)
-            reward = None if is_group_scored and result.reward is None else _checked(result, rollout)
+            reward: Reward | None = None
+            if is_group_scored and result.reward is None:
+                _keep_reported(rollout, result)
+            else:
+                reward = _checked(result, rollout)
         except Exception as error:
             self._rewards.fail(error)
             if not self._keeps_unscored:
@@ -163,12 +168,27 @@ def missing_reward(rollout: Rollout, named: Collection[str]) -> InvalidReward:
 
 
 def _checked(returned: object, rollout: Rollout) -> Reward:
-    """Of whatever `as_agent_result` takes; its values may fail to become numbers or text."""
-    what = _of(rollout)
+    """Of whatever `as_agent_result` takes, over what was reported before there was a reward.
+
+    Its values may fail to become numbers or text.
+    """
     with attribute_errors(rollout.task):
         result = as_agent_result(returned)
-        metrics = {name: finite_number(part, f"{what}, component {name!r},") for name, part in result.metrics.items()}
-        return Reward(finite_number(result.reward, what), components=metrics, columns=dict(result.info))
+        components = {**rollout.reported_metrics, **_components(result, rollout)}
+        columns = {**rollout.reported_info, **result.info}
+        return Reward(finite_number(result.reward, _of(rollout)), components, columns)
+
+
+def _keep_reported(rollout: Rollout, result: AgentResult) -> None:
+    """For the reward that its group's score will give it. Raises as `_checked` does."""
+    with attribute_errors(rollout.task):
+        rollout.reported_metrics, rollout.reported_info = _components(result, rollout), dict(result.info)
+
+
+def _components(result: AgentResult, rollout: Rollout) -> dict[str, float]:
+    """Its metrics. Raises `InvalidReward` for one that is no finite number."""
+    what = _of(rollout)
+    return {name: finite_number(part, f"{what}, component {name!r},") for name, part in result.metrics.items()}
 
 
 def _of(rollout: Rollout) -> str:
