@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from functools import partial
 
+import numpy as np
 import pytest
 
 from tailrace.environments import (
     EnvironmentSpec,
+    Json,
     Message,
     NamedReward,
     Observation,
@@ -148,18 +150,31 @@ def test_only_synchronous_code_that_is_not_trusted_needs_workers(needs: bool, pa
 
 
 async def test_a_single_turn_begins_with_a_text_or_with_the_messages_of_a_conversational_data_set() -> None:
-    policy = ScriptedPolicy(["a", "b"])
+    asked = {"role": "user", "content": "2"}
+    prompts: list[Json] = ["2", 2, np.int64(2), [asked], (asked,), np.array([asked], object)]
+    policy = ScriptedPolicy(["a"] * len(prompts))
     agent = single_turn_agent(system_prompt="Be brief.")
-    for prompt in ("Why?", [{"role": "user", "content": "Why?"}]):
+    for prompt in prompts:
         await agent(Task(TaskId("t"), "any", 0, {"prompt": prompt}), policy)
-    assert policy.conversations[0] == policy.conversations[1]
-    assert [message["role"] for message in policy.conversations[0]] == ["system", "user"]
+    assert policy.conversations == [[{"role": "system", "content": "Be brief."}, asked]] * len(prompts)
 
 
-async def test_a_single_turn_has_nothing_to_ask_where_the_column_is_null() -> None:
+@pytest.mark.parametrize(
+    ("prompt", "found"),
+    [
+        (None, "null"),
+        ({"role": "user", "content": "Why?"}, "a value of type dict"),
+        (["Why?"], "a value of type list"),
+        (np.array(["Why?"]), "a value of type ndarray"),
+        (b"Why?", "a value of type bytes"),
+    ],
+)
+async def test_a_single_turn_has_nothing_to_ask_where_the_column_holds_no_text_and_no_messages(
+    prompt: Json, found: str
+) -> None:
     policy = ScriptedPolicy(["a"])
-    with pytest.raises(DataError, match="task t has null in its column 'prompt'"):
-        await single_turn_agent()(Task(TaskId("t"), "any", 0, {"prompt": None}), policy)
+    with pytest.raises(DataError, match=f"task t has {found} in its column 'prompt'.* text, or a list of messages"):
+        await single_turn_agent()(Task(TaskId("t"), "any", 0, {"prompt": prompt}), policy)
     assert policy.conversations == []
 
 

@@ -76,10 +76,14 @@ async def test_rollouts_of_a_task_are_reset_alike_and_those_of_others_not() -> N
             OpenEnvServer(url=server.url), train_tasks=[{"prompt": "Go.", "level": 2, "seed": 7}]
         )
         _, policy = await rollout(level, "stop")
+        asked = ({"role": "system", "content": "Go."},)
+        listed = openenv_environment(OpenEnvServer(url=server.url), train_tasks=[{"prompt": asked}])
+        _, told = await rollout(listed, "stop")
     seeds = [reset["seed"] for reset in server.resets]
     assert seeds[0] == seeds[1] != seeds[2]
     assert server.resets[3] == {"seed": 7, "level": 2}
     assert policy.conversations[0] == [{"role": "user", "content": "Go.\n\nSay a word."}]
+    assert told.conversations[0] == [*asked, {"role": "user", "content": "Say a word."}]
     assert server.headers[:3] == ["Bearer key"] * 3
 
 

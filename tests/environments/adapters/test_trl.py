@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tailrace.environments import EnvironmentSettings, NamedReward, load_environment, trl_environment
@@ -68,6 +69,18 @@ async def test_rows_reach_reset_and_what_it_returns_follows_the_prompt() -> None
     ]
     assert opened[0] == [{"role": "system", "content": "Count."}, {"role": "user", "content": "To 3"}]
     assert opened[1] == [{"role": "user", "content": "To 2, please"}]
+
+
+async def test_a_prompt_is_messages_in_a_list_or_an_array_and_nothing_else_becomes_its_python_text() -> None:
+    messages = [{"role": "system", "content": "Count."}, {"role": "user", "content": "To 3"}]
+    prompts: list[Any] = [tuple(messages), np.array(messages, object), messages[0]]
+    spec = trl_environment(classes.Given, train_tasks=[{"prompt": prompt, "target": 3} for prompt in prompts])
+    assert spec.environment is not None
+    for index in range(2):
+        opened = await spec.environment().reset(spec.train_task(index))  # type: ignore[misc]
+        assert opened.messages == messages
+    with pytest.raises(DataError, match="has a value of type dict in its column 'prompt'"):
+        await spec.environment().reset(spec.train_task(2))  # type: ignore[misc]
 
 
 async def test_rewards_add_up_and_may_look_at_the_environment(renderer: ChatRenderer) -> None:

@@ -16,12 +16,14 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from numbers import Number
 from typing import Literal
 
 from tailrace.environments.adapters.openenv_server import InvalidAction, OpenEnvServer, Transport
 from tailrace.environments.protocol import Agent, EnvironmentSpec, Policy, TaskRows
 from tailrace.environments.results import AgentResult, finite_number
 from tailrace.environments.rows import EmptyRows
+from tailrace.environments.single_turn import asked_in
 from tailrace.environments.tools import ERROR_PREFIX
 from tailrace.errors import BudgetExceeded, EnvironmentFailed, RequestRefused, SettingsError
 from tailrace.records import Json, Message, Reply, Task, ToolSpec
@@ -247,9 +249,9 @@ def _from_call(reply: Reply) -> Mapping[str, Json]:
 def _opening(task: Task, observed: str, system_prompt: str | None) -> list[Message]:
     messages: list[Message] = [{"role": "system", "content": system_prompt}] if system_prompt else []
     prompt = task.row.get("prompt")
-    if isinstance(prompt, list):
-        return [*messages, *prompt, {"role": "user", "content": observed}]
-    return [*messages, {"role": "user", "content": f"{prompt}\n\n{observed}" if prompt else observed}]
+    if prompt is None or isinstance(prompt, str | Number):
+        return [*messages, {"role": "user", "content": f"{prompt}\n\n{observed}" if prompt else observed}]
+    return [*messages, *asked_in(task, "prompt"), {"role": "user", "content": observed}]
 
 
 def _reward(answer: Mapping[str, Json]) -> float | None:

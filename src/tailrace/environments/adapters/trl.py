@@ -41,6 +41,7 @@ from tailrace.environments.named_rewards import (
 from tailrace.environments.protocol import EnvironmentSpec, Observation, TaskRows
 from tailrace.environments.results import AgentResult, finite_number
 from tailrace.environments.rows import EmptyRows
+from tailrace.environments.single_turn import asked_in
 from tailrace.environments.tool_schemas import tool_spec
 from tailrace.errors import EnvironmentFailed, SettingsError
 from tailrace.records import Json, Message, Task, ToolCall, ToolSpec
@@ -205,7 +206,7 @@ class TrlSession:
         row = {name: value for name, value in task.row.items() if takes is None or name in takes}
         with nullcontext() if is_async(self._environment.reset) else _drawing_alike(task):
             returned = await settled(self._environment.reset(**row))
-        self._messages = _opening(task.row.get("prompt"), returned, self._form.name)
+        self._messages = _opening(task, returned, self._form.name)
         self._num_prompt_messages = len(self._messages)
         return Observation(self._messages.copy())
 
@@ -290,14 +291,14 @@ def _refuse_images(row: Mapping[str, Json], name: str) -> None:
         raise SettingsError(f"{name}: its tasks have a column {columns[0]!r}; Tailrace trains on text alone")
 
 
-def _opening(prompt: Json, returned: object, name: str) -> list[Message]:
-    """The conversation before the first reply."""
+def _opening(task: Task, returned: object, name: str) -> list[Message]:
+    """The conversation before the first reply. Raises `DataError` for a `prompt` that is no text and no messages."""
     if returned is not None and not isinstance(returned, str | list):
         raise EnvironmentFailed(f"reset of {name} returned a {type(returned).__name__}; it returns text or None")
     added = "" if returned is None else _as_text(returned, "reset")
-    messages: list[Message] = list(prompt) if isinstance(prompt, list) else [{"role": "user", "content": prompt or ""}]
-    last = messages[-1]
-    messages[-1] = {**last, "content": _as_text(last["content"], "prompt") + added}
+    messages = [] if task.row.get("prompt") is None else asked_in(task, "prompt")
+    last = messages.pop() if messages else Message(role="user", content="")
+    messages.append({**last, "content": _as_text(last["content"], "prompt") + added})
     if not any(message["content"] for message in messages):
         raise EnvironmentFailed(f"there is nothing to ask: the row has no `prompt`, and reset of {name} returned none")
     return messages
