@@ -163,6 +163,55 @@ def test_its_state_survives_a_checkpoint_exactly() -> None:
     assert restored.figures == flow.mix.figures
 
 
+def trained_under(weights: dict[str, float], tasks: int) -> MixState:
+    """What a checkpoint keeps of a mix that has trained so many tasks, with nothing in flight."""
+    flow = Flow(weights, {"large": 1, "small": 1}, {"large": 1, "small": 1}, slots=1)
+    flow.run(tasks)
+    return msgspec.json.decode(msgspec.json.encode(flow.mix.state()), type=MixState)
+
+
+def drawn_next(mix: EnvironmentMix, draws: int) -> Counter[str]:
+    drawn: Counter[str] = Counter()
+    for _ in range(draws):
+        name = mix.draw(("large", "small"))
+        drawn[name] += 1
+        mix.hand_out(name)
+        mix.end(name, trained=True)
+    return drawn
+
+
+def test_weights_that_are_changed_on_resume_are_what_is_drawn_from_there_on(caplog: pytest.LogCaptureFixture) -> None:
+    state = trained_under({"large": 9, "small": 1}, 5000)
+    mix = EnvironmentMix({"large": 1, "small": 9})
+    with caplog.at_level(logging.INFO, logger="tailrace"):
+        mix.restore(state)
+    assert [record.message.partition(":")[0] for record in caplog.records] == [
+        "the environments' weights are not those of before"
+    ]
+    assert mix.figures["large"].trained == pytest.approx(4500, abs=10)  # what was trained stays what was trained
+    assert drawn_next(mix, 200)["large"] == pytest.approx(20, abs=2)
+    again = msgspec.json.decode(msgspec.json.encode(mix.state()), type=MixState)
+    resumed = EnvironmentMix({"large": 1, "small": 9})
+    resumed.restore(again)
+    assert resumed.state() == mix.state()
+
+
+def test_weights_of_the_same_shares_leave_the_history_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    mix = EnvironmentMix({"small": 0.3, "large": 2.7})
+    with caplog.at_level(logging.INFO, logger="tailrace"):
+        mix.restore(trained_under({"large": 9, "small": 1}, 503))
+    assert mix.state().environments == trained_under({"large": 9, "small": 1}, 503).environments
+    assert caplog.records == []
+
+
+def test_a_checkpoint_without_shares_is_gone_on_with_as_it_is() -> None:
+    written = msgspec.to_builtins(trained_under({"large": 9, "small": 1}, 5000))
+    del written["shares"]
+    mix = EnvironmentMix({"large": 1, "small": 9})
+    mix.restore(msgspec.convert(written, MixState))
+    assert drawn_next(mix, 200)["large"] < 10  # it makes up for the whole history, as before
+
+
 @dataclass
 class MixedRunner(ScriptedRunner):
     """The fate of a rollout by its environment and its number there."""

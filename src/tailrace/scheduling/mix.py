@@ -11,6 +11,9 @@ Over-sampling of untrainable environments is bounded: an environment is never dr
 times as often as its weight says, and one that trains fewer tasks is charged as if it trained one in so many. While the
 last `UNTRAINABLE_AFTER` tasks of one were all untrainable, each is charged in full, as if trained: it gets its weight's
 share of the tasks handed out and no more, until one is trained.
+
+The credits compare histories under one set of weights. A resume with others levels them, so that draws follow the new
+weights from there on and nothing is made up for.
 """
 
 from __future__ import annotations
@@ -97,6 +100,8 @@ class MixState(msgspec.Struct):
     """The environment drawn last."""
     in_a_row: Count = 0
     """Draws of it since another one was drawn."""
+    shares: dict[str, float] = {}
+    """What the weights come to, that the credits were earned under; none where an older version wrote it."""
 
 
 class EnvironmentMix:
@@ -115,7 +120,7 @@ class EnvironmentMix:
         total = sum(weights.values())
         self._shares = {name: weight / total for name, weight in weights.items()}
         self._most_in_a_row = {name: _most_in_a_row(share) for name, share in self._shares.items()}
-        self._state = MixState({name: EnvironmentState() for name in weights})
+        self._state = MixState({name: EnvironmentState() for name in weights}, shares=self._shares)
         self._in_flight = dict.fromkeys(weights, 0)
         self._reported: set[str] = set()
         """Environments that were untrainable, as people were told, and have not recovered since."""
@@ -157,13 +162,15 @@ class EnvironmentMix:
         return self._state
 
     def restore(self, state: MixState) -> None:
-        """Go on from there, with nothing in flight."""
-        known = state.environments
-        self._state = MixState({name: known.get(name, EnvironmentState()) for name in self._shares})
+        """Go on from there, with nothing in flight, and with level credits where the weights were others."""
+        known = {name: state.environments.get(name, EnvironmentState()) for name in self._shares}
+        self._state = MixState(known, shares=self._shares)
         if state.newest in self._shares:
             self._state.newest, self._state.in_a_row = state.newest, state.in_a_row
         self._in_flight = dict.fromkeys(self._shares, 0)
         self._reported = {name for name, one in self._state.environments.items() if one.is_untrainable}
+        if state.shares and not _are_same(state.shares, self._shares):
+            self._level()
 
     @property
     def figures(self) -> dict[str, EnvironmentFigures]:
@@ -181,6 +188,18 @@ class EnvironmentMix:
             for name, state in states.items()
         }
 
+    def _level(self) -> None:
+        """Give each environment its share of all credit, as if the weights had been these from the beginning."""
+        states = self._state.environments
+        total = sum(state.credit for state in states.values())
+        for name, share in self._shares.items():
+            states[name].credit = share * total
+        _logger.info(
+            "the environments' weights are not those of before: tasks are drawn by the new ones from here on (%s), and "
+            "nothing is made up for what was trained under the others",
+            ", ".join(f"{name} {share:.1%}" for name, share in self._shares.items()),
+        )
+
     def _tell(self, name: str, state: EnvironmentState) -> None:
         """Log that an environment has become untrainable, and that it has recovered, each once."""
         if state.is_untrainable and name not in self._reported:
@@ -197,6 +216,11 @@ class EnvironmentMix:
     def _progress(self, name: str) -> float:
         state = self._state.environments[name]
         return (state.credit + self._in_flight[name] * state.credit_in_flight) / self._shares[name]
+
+
+def _are_same(before: Mapping[str, float], now: Mapping[str, float]) -> bool:
+    """Whether they are equal shares of the same environments, rounding aside: it depends on their order."""
+    return before.keys() == now.keys() and all(math.isclose(before[name], share) for name, share in now.items())
 
 
 def _most_in_a_row(share: float) -> int:
