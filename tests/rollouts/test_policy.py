@@ -600,6 +600,18 @@ async def test_rollouts_whose_agents_ask_for_one_seed_differ_all_the_same(render
     assert len({*first, *second}) == 4
 
 
+async def test_an_agents_seed_gives_a_seeded_rollout_the_same_draws_in_each_evaluation(renderer: ChatRenderer) -> None:
+    async def seeds(rollout_id: str, own: int) -> list[int | None]:
+        talk = Talk(renderer, rollout_id=rollout_id, sampling=SamplingParams(seed=own))
+        for _ in range(2):
+            await talk.policy.chat([user("a")], seed=7)
+        return [call.sampling.seed for call in talk.generate.calls]
+
+    first, other = await seeds("eval-10/own/eval/3#3.0", 3), await seeds("eval-10/own/eval/4#4.0", 4)
+    assert first == await seeds("eval-20/own/eval/3#3.0", 3)
+    assert len({*first, *other}) == 4
+
+
 async def test_a_system_prompt_from_the_settings_replaces_the_conversations_own(renderer: ChatRenderer) -> None:
     talk = Talk(renderer, system_prompt="Be brief.")
     reply = await talk.policy.chat([{"role": "system", "content": "Be long."}, user("a")])

@@ -15,12 +15,14 @@ def turn_sampling(
 ) -> SamplingParams:
     """The rollout's sampling, of `limit` tokens at most, with a seed of the turn's own: turns share no random stream.
 
-    `temperature` and `seed` are what the turn asks for itself; rollouts differ under one seed all the same.
+    `temperature` and `seed` are what the turn asks for itself; rollouts differ under one seed all the same, by their
+    own seeds where they have some (in evaluations, which are drawn alike each time), else by their ids.
     """
     sampling, turn = rollout.sampling, rollout.turns
     entropy = None
     if seed is not None:
-        entropy = [abs(seed), turn, zlib.crc32(rollout.rollout_id.encode())]
+        own = zlib.crc32(rollout.rollout_id.encode()) if sampling.seed is None else sampling.seed
+        entropy = [abs(seed), turn, own]
     elif sampling.seed is not None:
         entropy = [sampling.seed, turn]
     return msgspec.structs.replace(
