@@ -433,6 +433,22 @@ async def test_vllms_way_to_keep_all_tokens_is_what_a_run_that_keeps_them_sample
     assert talk.generate.scripted.calls[0].sampling.top_k == 0
 
 
+@pytest.mark.parametrize(
+    ("own", "taken", "refused"),
+    [({"top_p": 0.95}, (-1, 0), 20), ({"top_p": 0.95, "top_k": 20}, (20,), 0), ({"top_k": 4096}, (4096,), 0)],
+)
+async def test_a_runs_own_top_k_may_be_asked_for_and_no_other(
+    renderer: ChatRenderer, own: dict[str, Any], taken: tuple[int, ...], refused: int
+) -> None:
+    settings = RolloutSettings.model_validate(own)
+    async with served(renderer, sampling=settings.training_sampling()) as talk:
+        answers = [await post(talk, asks(top_k=top_k)) for top_k in taken]
+        other = await post(talk, asks(top_k=refused))
+    assert [answer.status_code for answer in answers] == [200] * len(taken), answers[0].text
+    assert other.status_code == 400
+    assert f"the run's own, {settings.top_k};" in other.json()["error"]["message"]
+
+
 async def test_a_seed_and_a_temperature_are_the_requests_own_or_the_runs(renderer: ChatRenderer) -> None:
     for whose, temperature in (("client", 0.5), ("run", 1.0)):
         async with served(renderer, settings={"sampling": whose}) as talk:

@@ -13,6 +13,7 @@ from tailrace.gateway.turns import NOTHING, Ask, Turn
 from tailrace.records import Reply
 from tailrace.records.sampling import LEAST_TEMPERATURE
 from tailrace.rollouts import RolloutPolicy
+from tailrace.rollouts.settings import top_k_setting
 
 if TYPE_CHECKING:
     from tailrace.gateway.sessions import Session
@@ -89,7 +90,8 @@ def _own_sampling(session: Session, request: ChatRequest | TokenRequest) -> bool
     run = session.sampling
     if run is not None:
         _require_same("top_p", request.top_p, run.top_p)
-        _require_same("top_k", request.top_k, run.top_k)
+        if request.top_k != run.top_k:
+            _require_same("top_k", request.top_k, top_k_setting(run))
     if request.temperature is not None and not request.temperature >= LEAST_TEMPERATURE:
         raise RequestInvalid(
             f"temperature = {request.temperature:g} is not supported: what is trained on is sampled at a temperature "

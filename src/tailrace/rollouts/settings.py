@@ -145,3 +145,12 @@ class RolloutSettings(BaseModel, extra="forbid", frozen=True):
         """Of a rollout that is measured and never trained on. `max_tokens` and `greedy` override the settings."""
         chosen = EvaluationSampling(temperature=0.0) if greedy else self.evaluation
         return SamplingParams(**chosen.model_dump(), max_tokens=max_tokens or self.max_tokens, seed=seed)
+
+
+def top_k_setting(sampling: SamplingParams) -> int:
+    """The `rollouts.top_k` that sampling comes from: 0 where it has one that only bounds a nucleus.
+
+    >>> top_k_setting(RolloutSettings(top_p=0.95).training_sampling()), top_k_setting(SamplingParams(top_k=20))
+    (0, 20)
+    """
+    return 0 if sampling.top_p < 1 and sampling.top_k == WIDEST_NUCLEUS else sampling.top_k
