@@ -131,6 +131,27 @@ async def test_what_litellm_adds_to_messages_changes_nothing(renderer: ChatRende
     assert len(talk.rollout.branches) == 1
 
 
+async def test_names_of_messages_reach_the_policy(renderer_of: Callable[[str], ChatRenderer]) -> None:
+    call = {"type": "function", "id": "c", "function": {"name": "add", "arguments": "{}"}}
+    messages: list[Any] = [
+        {"role": "system", "content": "Add.", "name": "rules"},
+        {"role": "user", "content": "1 + 2?", "name": "Max"},
+        {"role": "assistant", "content": None, "tool_calls": [call], "name": "planner"},
+        {"role": "tool", "tool_call_id": "c", "content": "3", "name": "add"},
+        {"role": "user", "content": "So?", "name": ""},
+    ]
+    async with served(renderer_of("hermes"), ["3", "Yes."]) as talk:
+        reply = (await post(talk, {"model": "m", "messages": messages, "tools": [ADD]})).json()["choices"][0]["message"]
+        messages += [{**reply, "name": "planner"}, {**user("Really?"), "name": "Eva"}]
+        second = await post(talk, {"model": "m", "messages": messages, "tools": [ADD]})
+        refused = await post(talk, {"model": "m", "messages": [{**user("?"), "name": 5}]})
+    assert second.status_code == 200, second.text
+    names = [message.get("name") for message in talk.rollout.messages]
+    assert names == ["rules", "Max", "planner", "add", None, None, "Eva", None]
+    assert len(talk.rollout.branches) == 1
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "messages[0].name")
+
+
 async def test_tokens_are_streamed_as_they_are_sampled(renderer: ChatRenderer) -> None:
     async with served(renderer, ["Ada and Bob"], stepwise=True) as talk, client_of(talk) as client:
         stream = await _started(talk, client)

@@ -219,24 +219,30 @@ class _Chunks(Events):
 
 def _message(message: Json, name: str) -> Message:
     given = of_type(message, dict, name)
+    read = _of_role(given, name)
+    if who := given.get("name"):
+        read["name"] = of_type(who, str, f"{name}.name")
+    return read
+
+
+def _of_role(given: Mapping[str, Json], name: str) -> Message:
     role = given.get("role")
     match role:
         case "system" | "developer":
-            return {"role": "system", "content": _content(given, name, ())}
+            return {"role": "system", "content": _content(given, name)}
         case "user":
-            return {"role": "user", "content": _content(given, name, ("name",))}
+            return {"role": "user", "content": _content(given, name)}
         case "assistant":
             return _assistant(given, name)
         case "tool":
             call_id = of_type(given.get("tool_call_id"), str, f"{name}.tool_call_id")
-            content = _content(given, name, ("tool_call_id", "name"))
-            return {"role": "tool", "content": content, "tool_call_id": call_id}
+            return {"role": "tool", "content": _content(given, name, "tool_call_id"), "tool_call_id": call_id}
     raise RequestInvalid(
         f"{name}.role is {shown(role)}; it must be system, developer, user, assistant or tool", parameter=f"{name}.role"
     )
 
 
-def _content(message: Mapping[str, Json], name: str, more: tuple[str, ...]) -> str:
+def _content(message: Mapping[str, Json], name: str, *more: str) -> str:
     _require_known(message, ("role", "content", "name", *more), name)
     return text_of(message.get("content"), f"{name}.content")
 

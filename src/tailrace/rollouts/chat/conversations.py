@@ -2,7 +2,7 @@
 
 exact        the message came back as it was handed out
 realigned    it came back changed in form only (outer whitespace, reasoning left out, arguments as a
-             JSON string, characters that decoding had replaced): the sampled tokens stand
+             JSON string, characters that decoding had replaced, a name): the sampled tokens stand
 different    the agent rewrote it
 """
 
