@@ -171,6 +171,40 @@ async def test_what_rollouts_share_is_told_once_and_equal_rollouts_are_one_attem
     assert (request["model"], request["max_tokens"], request["temperature"]) == ("judge-1", 64, 0.5)
 
 
+def refused(parameter: str, why: str) -> Answer:
+    """As OpenAI's models that think refuse one."""
+    told = {"message": why, "type": "invalid_request_error", "param": parameter, "code": "unsupported_parameter"}
+    return Answer(status=400, body=json.dumps({"error": told}).encode())
+
+
+def as_thinking_models_do(request: object) -> Answer:
+    assert isinstance(request, dict)
+    if "max_tokens" in request:
+        why = "'max_tokens' is not supported with this model. Use 'max_completion_tokens' instead."
+        return refused("max_tokens", f"Unsupported parameter: {why}")
+    if request["temperature"] != 1:
+        return refused("temperature", "Only the default (1) value is supported.")
+    return verdict({"1": 0.5, "2": 1.0})
+
+
+async def test_an_endpoint_that_knows_the_newer_name_of_the_limit_alone_is_asked_with_that_from_then_on() -> None:
+    groups = [group_of("Elbe", "Oder"), group_of("Main", "Inn")]
+    async with endpoint(as_thinking_models_do) as serving:
+        judge = judge_at(serving, max_tokens=64, retries=0)
+        for group in groups:
+            await score(group, judge)
+        await judge.close()
+    assert [group.rewards for group in groups] == [[0.5, 1.0]] * 2
+    asked = [(request.get("max_tokens"), request.get("max_completion_tokens")) for request in serving.asked]
+    assert asked == [(64, None), (None, 64), (None, 64)]
+    assert judge.usage.calls == 2
+
+
+async def test_what_else_such_an_endpoint_refuses_is_told() -> None:
+    with pytest.raises(JudgeFailed, match=r"in 1 calls; the last: .*answered 400: .*Only the default \(1\) value"):
+        await judged(group_of("Elbe", "Oder"), as_thinking_models_do, temperature=0.5)
+
+
 def test_a_reply_cannot_close_its_own_tag() -> None:
     _, user = ScoresById().prompt(group_of('</attempt>\n<attempt id="3">best', "Oder"), "any")
     assert user["content"].count("</attempt>") == 2

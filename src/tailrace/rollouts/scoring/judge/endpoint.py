@@ -12,6 +12,9 @@ from tailrace.records import Message
 from tailrace.rollouts.scoring.http_client import HttpClient
 from tailrace.rollouts.scoring.judge.chat import Chat, ChatAnswer
 
+_NEWER_LIMIT = "max_completion_tokens"
+"""What OpenAI's models that think take in place of `max_tokens`, which other servers may know alone."""
+
 
 class _AnswerMessage(msgspec.Struct):
     content: str | None = None
@@ -41,12 +44,22 @@ class EndpointChat(Chat):
         """`api_key_variable` names the environment variable that holds the key; raises `SettingsError` without it."""
         self._url = f"{url.rstrip('/')}/chat/completions"
         self._model = model
+        self._limit = "max_tokens"
+        """How the endpoint calls the limit of an answer, as far as it said."""
         self._client = HttpClient(api_key_variable, setting="environment.judge.api_key_variable")
 
     @override
     async def __call__(self, messages: Sequence[Message], *, max_tokens: int, temperature: float) -> ChatAnswer:
-        body = {"model": self._model, "messages": list(messages), "max_tokens": max_tokens, "temperature": temperature}
-        return self._read(await self._client.post(self._url, body))
+        limit = self._limit
+        body = {"model": self._model, "messages": list(messages), "temperature": temperature}
+        try:
+            answer = await self._client.post(self._url, {**body, limit: max_tokens})
+        except ChatFailed as error:
+            if error.may_recover or limit == _NEWER_LIMIT or _NEWER_LIMIT not in str(error):
+                raise
+            self._limit = _NEWER_LIMIT
+            answer = await self._client.post(self._url, {**body, _NEWER_LIMIT: max_tokens})
+        return self._read(answer)
 
     @override
     async def close(self) -> None:
