@@ -154,6 +154,26 @@ async def test_an_endpoint_that_is_not_there_fails() -> None:
     await judge.close()
 
 
+@pytest.mark.parametrize(
+    "answer", [Answer(status=401, body=b"no"), Answer(body=b"<html>"), None], ids=["refused", "no chat", "away"]
+)
+async def test_a_password_in_the_url_is_sent_and_not_told(answer: Answer | None) -> None:
+    async with endpoint(answer or Answer("")) as serving:
+        address = serving.url.removeprefix("http://")
+        judge = RelativeJudge(
+            EndpointChat(f"http://me:sesame@{address}", "m"), JudgeSettings.model_validate({"retries": 0})
+        )
+        if answer is not None:
+            with pytest.raises(JudgeFailed, match=f"http://{address}") as failed:
+                await judge(group_of("Elbe"))
+            assert serving.headers[0]["authorization"].startswith("Basic ")
+    if answer is None:
+        with pytest.raises(JudgeFailed, match=f"http://{address}.*ConnectError") as failed:
+            await judge(group_of("Elbe"))
+    await judge.close()
+    assert "sesame" not in str(failed.value)
+
+
 # --- what it is asked ------------------------------------------------------------------------------------------------
 
 

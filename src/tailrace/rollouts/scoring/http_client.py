@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit, urlunsplit
 
 import msgspec
 
@@ -41,11 +42,11 @@ class HttpClient:
             content = msgspec.json.encode(body)  # httpx's own takes ten times as long for token ids
             response = await self._client.post(url, content=content)
         except httpx.HTTPError as error:
-            raise ChatFailed(f"{url}: {type(error).__name__}: {error}", may_recover=True) from error
+            raise ChatFailed(f"{without_user(url)}: {type(error).__name__}: {error}", may_recover=True) from error
         status = response.status_code
         if status != 200:
             raise ChatFailed(
-                f"{url} answered {status}: {response.text:.300}",
+                f"{without_user(url)} answered {status}: {response.text:.300}",
                 may_recover=status >= 500 or status in _MAY_RECOVER,
                 pause_s=_pause_s(response.headers.get("retry-after", "")),
             )
@@ -56,6 +57,16 @@ class HttpClient:
         if self._client is not None:
             await self._client.aclose()
             self._client = None
+
+
+def without_user(url: str) -> str:
+    """A URL for people: without a user and a password in it.
+
+    >>> without_user("https://me:secret@host:8000/v1"), without_user("http://[::1]/v1")
+    ('https://host:8000/v1', 'http://[::1]/v1')
+    """
+    parts = urlsplit(url)
+    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
 
 
 def _authorization(variable: str | None, setting: str) -> dict[str, str]:

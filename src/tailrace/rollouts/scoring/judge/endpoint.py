@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from tailrace.errors import ChatFailed
 from tailrace.records import Message
-from tailrace.rollouts.scoring.http_client import HttpClient
+from tailrace.rollouts.scoring.http_client import HttpClient, without_user
 from tailrace.rollouts.scoring.judge.chat import Chat, ChatAnswer
 
 _NEWER_LIMIT = "max_completion_tokens"
@@ -70,6 +70,7 @@ class EndpointChat(Chat):
             response = _decode(body)
             content = response.choices[0].message.content
         except (msgspec.MsgspecError, IndexError) as error:
-            raise ChatFailed(f"{self._url} answered something else than a chat completion", may_recover=True) from error
+            what = f"{without_user(self._url)} answered something else than a chat completion"
+            raise ChatFailed(what, may_recover=True) from error
         usage = response.usage or _Usage()
         return ChatAnswer(content or "", usage.prompt_tokens, usage.completion_tokens)

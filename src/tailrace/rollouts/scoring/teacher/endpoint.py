@@ -12,7 +12,7 @@ from typing_extensions import override
 from tailrace.errors import ChatFailed, ModelError
 from tailrace.records import Int32Array, TokenScores, as_token_ids
 from tailrace.rollouts.chat.tokenizer import ChatTokenizer
-from tailrace.rollouts.scoring.http_client import HttpClient
+from tailrace.rollouts.scoring.http_client import HttpClient, without_user
 from tailrace.rollouts.scoring.teacher.prompt_logprobs import read_prompt_logprobs
 from tailrace.rollouts.scoring.teacher.teacher import TokenScorer
 
@@ -90,9 +90,8 @@ class EndpointScorer(TokenScorer):
         try:
             return await read_prompt_logprobs(answer, token_ids, top_k=self._top_k, vocabulary=self._vocabulary)
         except (msgspec.MsgspecError, ValueError) as error:
-            raise ChatFailed(
-                f"{url} answered something else than the prompt's log-probabilities: {error}", may_recover=True
-            ) from error
+            what = f"{without_user(url)} answered something else than the prompt's log-probabilities: {error}"
+            raise ChatFailed(what, may_recover=True) from error
 
     @override
     async def close(self) -> None:
@@ -100,7 +99,7 @@ class EndpointScorer(TokenScorer):
 
     @property
     def _name(self) -> str:
-        return f"the teacher of trainer.loss.distillation.url = {self._url!r}"
+        return f"the teacher of trainer.loss.distillation.url = {without_user(self._url)!r}"
 
     async def _require_scores(self, token_ids: list[int]) -> None:
         try:
