@@ -27,6 +27,8 @@ def content(mode: str, word: str) -> dict[str, Any]:
         return {"content": [{"type": "text", "text": f"{word} is no word"}], "isError": True}
     if mode == "structured":
         return {"content": [], "structuredContent": {"word": word}}
+    if mode == "env":
+        return {"content": [{"type": "text", "text": os.environ[word]}]}
     if mode == "pid":
         return {"content": [{"type": "text", "text": str(os.getpid())}]}
     return {"content": [{"type": "text", "text": word.upper()}]}

@@ -92,10 +92,12 @@ class FakeServer:
             self.open -= 1
 
     def app(self) -> Starlette:
-        async def schema(_: Request) -> JSONResponse:
+        async def schema(request: Request) -> JSONResponse:
+            self.headers.append(request.headers.get("authorization", ""))
             return JSONResponse({"action": self.action, "observation": {}, "state": {}})
 
         async def reset(request: Request) -> JSONResponse:
+            self.headers.append(request.headers.get("authorization", ""))
             return JSONResponse(self.reset(await request.json()))
 
         async def step(request: Request) -> JSONResponse:

@@ -105,12 +105,15 @@ class Front:
         self.may_answer = asyncio.Event()
         self.may_answer.set()
         self.was_asked = asyncio.Event()
+        self.headers: dict[bytes, bytes] = {}
+        """Of all requests, the newest of each name."""
 
     def before(self, app: Any) -> Any:
         async def asked(scope: Any, receive: Any, send: Any) -> None:
             if scope["type"] != "http" or scope["method"] != "POST":
                 await app(scope, receive, send)
                 return
+            self.headers.update(scope["headers"])
             body, more = b"", True
             while more:
                 event = await receive()
@@ -165,8 +168,26 @@ async def served(front: Front | None = None) -> AsyncIterator[str]:
 
 
 async def test_a_server_behind_a_url_answers() -> None:
-    async with served() as url:
+    async with served(front := Front()) as url:
         assert told(await ask(McpServer(url=url, headers={"Authorization": "Bearer key"}))) == "HUSH"
+    assert front.headers[b"authorization"] == b"Bearer key"
+
+
+async def test_a_header_has_what_the_variable_holds_that_it_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MCP_KEY", "sesame")
+    async with served(front := Front()) as url:
+        args: dict[str, Json] = {"url": url, "headers": {"Authorization": "Bearer $MCP_KEY", "X-Price": "5 $$"}}
+        spec = load_environment(EnvironmentSettings(name="mcp", args=args), with_tasks=False)
+        assert spec.check is not None
+        await asyncio.to_thread(spec.check)
+    assert (front.headers[b"authorization"], front.headers[b"x-price"]) == (b"Bearer sesame", b"5 $")
+
+
+async def test_a_command_is_given_what_the_variable_holds_that_its_own_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MCP_KEY", "sesame")
+    assert told(await ask(small("env", env={"API_KEY": "${MCP_KEY}"}), calls("shout", {"word": "API_KEY"}), "So.")) == (
+        "sesame"
+    )
 
 
 @pytest.mark.parametrize(
@@ -415,6 +436,12 @@ async def test_two_servers_must_not_have_one_tool(monkeypatch: pytest.MonkeyPatc
         (lambda: McpServer(url="http://x", env={"a": "b"}), "env is not for an MCP server by url"),
         (lambda: McpServer(command=["python"], headers={"a": "b"}), "headers is not for an MCP server by command"),
         (lambda: McpServer(command=["python"], call_timeout_s=0), "must be above 0"),
+        (
+            lambda: McpServer(url="http://x", headers={"X-Key": "Bearer $NO_SUCH_KEY"}),
+            "'X-Key' in `headers` of the MCP server http://x names the variable 'NO_SUCH_KEY', and no such variable is",
+        ),
+        (lambda: McpServer(command=["python"], env={"KEY": "$NO_SUCH_KEY"}), "'KEY' in `env` of .* 'NO_SUCH_KEY'"),
+        (lambda: McpServer(command=["python"], env={"PRICE": "$5"}), "without the name of a variable"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(make: Callable[[], McpServer], says: str) -> None:
