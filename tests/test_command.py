@@ -196,6 +196,27 @@ def test_a_dry_run_shows_settings_and_budgets_and_makes_nothing(
     assert not list(tmp_path.iterdir())
 
 
+WITH_HEADERS = f"""
+{WORDS}
+def words_behind_a_key(headers: dict[str, str]) -> EnvironmentSpec:
+    return words_beside_the_file
+"""
+
+
+def test_a_dry_run_shows_no_key_of_a_server(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "module_with_headers.py").write_text(WITH_HEADERS)
+    monkeypatch.chdir(tmp_path)
+    environment = ["--environment.name", "module_with_headers:words_behind_a_key"]
+    headers = ["--environment.args.headers", '{ X-Key = "sesame", X-Auth = "$KEY" }']
+    assert main(["train", "quickstart", *environment, *headers, "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    assert "sesame" not in shown
+    assert 'X-Key = "***"' in shown
+    assert 'X-Auth = "$KEY"' in shown
+
+
 def test_a_dry_run_of_a_resume_refuses_what_the_resume_would(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -365,6 +365,18 @@ def test_what_differs_is_refused_with_every_difference_and_nothing_is_written(fi
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
+def test_differences_name_no_key_of_a_server(file: Path) -> None:
+    file.write_text(FILE.replace("max_names = 5", 'max_names = 5\nheaders = { X-Key = "sesame" }'))
+    folder = start(file)
+    with pytest.raises(SettingsError) as refused:
+        start(file, "--resume", "--environment.args.headers", '{ X-Key = "mellon" }')
+    told = str(refused.value)
+    assert "environments.0.args.headers.X-Key = '***' in place of '***'" in told
+    assert "sesame" not in told
+    assert "mellon" not in told
+    assert "sesame" in (folder / "config.toml").read_text()  # the run needs it
+
+
 def test_what_is_allowed_is_recorded_and_what_was_there_is_kept(file: Path) -> None:
     folder = start(file)
     kept = (folder / "config.toml").read_text()

@@ -205,6 +205,27 @@ async def test_settings_are_compared_with_the_recipe(client: httpx.AsyncClient) 
     assert 'name = "one"' in page["text"]
 
 
+async def test_settings_are_shown_without_keys_of_servers(tmp_path: Path) -> None:
+    headers = {"Authorization": "Bearer sesame", "X-Key": "$MCP_KEY"}
+    environment: dict[str, Any] = {"name": "mcp", "args": {"url": "https://host/mcp", "headers": headers}}
+    for name, unknown in (("run", {}), ("older", {"no_such_setting": 1})):
+        folder = tmp_path / name
+        MadeRun(folder=folder, settings={"environments": [environment], **unknown})
+        recipe = (folder / "config.toml").read_text().replace("sesame", "mellon").replace("$MCP_KEY", "$OTHER")
+        (folder / "recipe.toml").write_text(recipe)
+    app = Dashboard(tmp_path).application()
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url=LOCAL) as client:
+        pages = [await get(client, f"/api/runs/{name}/settings") for name in ("run", "older")]
+    for page in pages:
+        prefix = "environments.0.args.headers"
+        assert page["changes"] == [
+            {"name": f"{prefix}.Authorization", "recipe": "***", "run": "***"},
+            {"name": f"{prefix}.X-Key", "recipe": "$OTHER", "run": "$MCP_KEY"},
+        ]
+        assert "sesame" not in page["text"]
+        assert "https://host/mcp" in page["text"]
+
+
 async def test_a_page_may_run_only_what_it_ships(client: httpx.AsyncClient) -> None:
     for path in ("/", "/main.js", "/api/runs"):
         response = await client.get(path)

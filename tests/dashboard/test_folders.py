@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from tailrace.dashboard.folders import RunState, RunTable, find_runs
-from tailrace.records import RunStatus
+from tailrace.records import Json, RunStatus
 from tests.support.made_runs import MadeRun
 
 
@@ -104,6 +104,15 @@ def test_settings_that_differ_and_seeds_of_one_family(tmp_path: Path) -> None:
         "b": b"1.0",
         "c": b"2.0",
     }
+    assert rows["a"].family == rows["b"].family != rows["c"].family
+
+
+def test_keys_in_which_runs_differ_are_masked_and_tell_them_apart(tmp_path: Path) -> None:
+    for name, seed, key in (("a", 0, "sesame"), ("b", 1, "sesame"), ("c", 0, "mellon")):
+        environment: dict[str, Json] = {"name": "mcp", "args": {"env": {"API_KEY": key}}}
+        MadeRun(folder=tmp_path / name, seed=seed, settings={"environments": [environment]})
+    rows = {row.id: row for row in RunTable().rows(find_runs(tmp_path))}
+    assert [bytes(row.differing["environments.0.args.env.API_KEY"]) for row in rows.values()] == [b'"***"'] * 3
     assert rows["a"].family == rows["b"].family != rows["c"].family
 
 

@@ -165,6 +165,7 @@ class Try:
 
 def _show_plan(settings: Any) -> int:
     from tailrace.config import RUNS, plan_run, settings_as_toml, with_scaled_deadlines
+    from tailrace.reporting.masking import masked_text
     from tailrace.run.cluster import describe_cluster
     from tailrace.run.devices import describe_devices, role_devices
     from tailrace.run.folder import require_resumable
@@ -184,7 +185,7 @@ def _show_plan(settings: Any) -> int:
     memory = describe_memory(planned)
     num_tasks = {name: len(loaded.spec.train_tasks) for name, loaded in environments.items()}
     plan = plan_run(with_scaled_deadlines(planned), num_tasks)
-    show(settings_as_toml(settings))
+    show(masked_text(settings_as_toml(settings)))
     devices = [*describe_devices(role_devices(settings)), *describe_cluster(settings)]
     for sentence in [*plan.sentences, *devices, *places, *memory]:
         show(f"  {sentence}")

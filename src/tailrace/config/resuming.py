@@ -24,6 +24,7 @@ from tailrace.config.settings import RunSettings
 from tailrace.config.shutdown import ShutdownSettings
 from tailrace.config.sources import Key, Places, SettingsFile, Table, read_settings_file
 from tailrace.errors import SettingsError
+from tailrace.reporting.masking import masked
 from tailrace.training.settings.losses import DEFAULT_LOSS
 
 CONFIG_FILE = "config.toml"
@@ -184,7 +185,7 @@ def _nulls(value: Any, key: Key = ()) -> Iterator[Key]:
 
 
 class Difference(NamedTuple):
-    """One setting that is not what the run has."""
+    """One setting that is not what the run has; keys of servers are masked."""
 
     name: str
     before: object
@@ -200,9 +201,11 @@ def differences(before: RunSettings, now: RunSettings, *, of_places: bool = Fals
     With `of_places` also what a resume may have otherwise.
     """
     left_out = OF_ONE_START if of_places else OF_ONE_START | OF_ONE_PLACE
-    were, are = (dict(_leaves(settings.model_dump(mode="json"))) for settings in (before, now))
+    tables = [settings.model_dump(mode="json") for settings in (before, now)]
+    were, are = (dict(_leaves(table)) for table in tables)
+    shown_before, shown_now = (dict(_leaves(masked(table))) for table in tables)
     return [
-        Difference(name, were.get(name), are.get(name))
+        Difference(name, shown_before.get(name), shown_now.get(name))
         for name in [*were, *(name for name in are if name not in were)]
         if were.get(name) != are.get(name) and name not in left_out
     ]

@@ -32,6 +32,7 @@ from tailrace.errors import TailraceError
 from tailrace.extras import extra_needed
 from tailrace.records import Json
 from tailrace.reporting.advice import HISTORY, Advice, advice
+from tailrace.reporting.masking import masked_text
 from tailrace.reporting.summary import RunSummary
 
 _VERSION = importlib.metadata.version("tailrace")
@@ -217,7 +218,8 @@ class Dashboard:
         """Its settings, and what differs from its recipe."""
         folder = self._folder(request)
         stamp = tuple(_stamp(folder / file) for file in ("config.toml", "recipe.toml"))
-        return SettingsPage(read_settings(folder / "config.toml").text_of_file, changes_from_recipe(folder, stamp))
+        text = masked_text(read_settings(folder / "config.toml").text_of_file)
+        return SettingsPage(text, changes_from_recipe(folder, stamp))
 
     def waterfall(self, request: Request) -> Waterfall:
         """A step's phases."""

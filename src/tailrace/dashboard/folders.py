@@ -126,7 +126,9 @@ class RunTable:
             msgspec.structs.replace(
                 row,
                 differing={
-                    key: msgspec.Raw(msgspec.json.encode(settings.flat[key])) for key in varying if key in settings.flat
+                    key: msgspec.Raw(msgspec.json.encode(settings.shown[key]))
+                    for key in varying
+                    if key in settings.shown
                 },
             )
             for row, settings in found

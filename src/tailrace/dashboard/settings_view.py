@@ -14,6 +14,7 @@ import xxhash
 from tailrace.errors import DataError, SettingsError
 from tailrace.guards import guarded, read_at_most
 from tailrace.records import Json
+from tailrace.reporting.masking import masked
 
 _MOST_BYTES = 1 << 20
 _SEEDS = frozenset({"seed", "generator.seed"})
@@ -32,6 +33,9 @@ class Settings:
     """Every setting by its dotted name."""
 
     flat: dict[str, Json] = field(default_factory=dict)
+    """As they are, to compare runs by."""
+    shown: dict[str, Json] = field(default_factory=dict)
+    """As people see them: keys of servers are masked."""
     text_of_file: str = ""
 
     def text(self, name: str) -> str:
@@ -76,7 +80,9 @@ def read_settings(path: Path) -> Settings:
     try:
         with guarded(f"{path} holds no settings", DataError):
             text = read_at_most(path, _MOST_BYTES).decode("utf-8", "replace")
-            return Settings(dict(_leaves(tomllib.loads(text))), text)
+            table = tomllib.loads(text)
+            flat, shown = dict(_leaves(table)), masked(table)
+            return Settings(flat, flat if shown == table else dict(_leaves(shown)), text)
     except DataError:
         return Settings()
 
@@ -121,7 +127,7 @@ def changes_from_recipe(folder: Path, _stamp: object) -> tuple[Change, ...] | No
             return tuple(Change(one.name, _shown(one.before), _shown(one.now)) for one in changed)
     except SettingsError:
         return tuple(
-            Change(name, _shown(value), _shown(run.flat[name]))
+            Change(name, _shown(recipe.shown[name]), _shown(run.shown[name]))
             for name, value in recipe.flat.items()
             if name in run.flat and run.flat[name] != value and name != "name"
         )

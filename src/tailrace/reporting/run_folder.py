@@ -10,6 +10,7 @@ from typing_extensions import TypeIs
 
 from tailrace.errors import DataError
 from tailrace.records import Json
+from tailrace.reporting.masking import masked_text
 from tailrace.reporting.rollout_records import RolloutRecord
 from tailrace.reporting.sinks import read_jsonl, read_rollouts, steps_of_rollouts
 from tailrace.reporting.summary import RunSummary, read_summary
@@ -51,6 +52,7 @@ class RunFolder:
     rollouts: list[ChosenRollout]
     summary: RunSummary | None
     settings: str
+    """The text of its settings, keys of servers masked."""
 
     def series(self, name: str) -> Series:
         """One metric over the steps, without the lines that do not have it."""
@@ -89,7 +91,7 @@ def read_run_folder(folder: Path) -> RunFolder:
         rows=read_jsonl(folder / METRICS_FILE),
         rollouts=choose_rollouts(folder / ROLLOUTS_FOLDER, token_steps),
         summary=summary,
-        settings=settings.read_text(encoding="utf-8", errors="replace") if settings.is_file() else "",
+        settings=masked_text(settings.read_text(encoding="utf-8", errors="replace")) if settings.is_file() else "",
     )
 
 

@@ -23,6 +23,7 @@ from tailrace.reporting.trackers.protocol import TrackedRun
 from tailrace.reporting.trackers.registry import require_trackers
 from tailrace.tracing.background import BackgroundWriter
 from tests.reporting.example_run import a_rollout
+from tests.reporting.trackers import story
 from tests.reporting.trackers.story import LINES, SETTINGS, SUMMARY, entries, tell
 
 OWN = "tests.reporting.trackers.own"
@@ -53,6 +54,14 @@ def test_a_tracker_is_told_what_the_folder_says(tmp_path: Path, caplog: pytest.L
     assert notes[-1] == ["end", msgspec.to_builtins(SUMMARY)]
     assert hub.metrics() == {"tracker/Lines/dropped_records": 0, "tracker/Lines/failed_calls": 0}
     assert warnings(caplog) == []
+
+
+def test_a_tracker_is_told_no_key_of_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    args = {"url": "https://host/mcp", "headers": {"Authorization": "Bearer sesame", "X-Key": "$MCP_KEY"}}
+    monkeypatch.setattr(story, "SETTINGS", {"environments": [{"name": "mcp", "args": args}]})
+    tell(tmp_path, f"{OWN}:Lines")
+    shown = {**args, "headers": {"Authorization": "***", "X-Key": "$MCP_KEY"}}
+    assert told(tmp_path)[0][4] == {"environments": [{"name": "mcp", "args": shown}]}
 
 
 def _of(notes: list[list[object]], kind: str) -> list[list[object]]:

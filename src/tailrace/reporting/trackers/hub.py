@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 
 from tailrace.records import Json
+from tailrace.reporting.masking import masked
 from tailrace.reporting.rollout_records import RolloutEntry, encode_line, rollout_record
 from tailrace.reporting.settings import ObservabilitySettings
 from tailrace.reporting.trackers.messages import Begin, Checkpoint, End, Histograms, Metrics, Rollouts, frame
@@ -162,7 +163,7 @@ def _started(
             project=chosen.tracker_project,
             run_folder=root,
             folder=folder,
-            settings=settings,
+            settings=masked(settings),
             is_resumed=is_resumed,
         )
         begin = Begin(

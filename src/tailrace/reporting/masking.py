@@ -1,0 +1,62 @@
+"""Settings as a run shows them, to trackers, in its report, on the dashboard and in its log: without keys of servers.
+
+What an environment's `args.headers` and `args.env` hold may be keys. The run's own config.toml keeps them as they are:
+a resume needs them.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+
+import tomli_w
+
+from tailrace.errors import DataError
+from tailrace.guards import guarded
+from tailrace.records import Json
+
+MASK = "***"
+_TABLES = ("headers", "env")
+_NAMES_A_VARIABLE = re.compile(r"(\w+ )?\$(\w+|\{\w+\})")
+
+
+def masked(settings: dict[str, Json]) -> dict[str, Json]:
+    """The settings, with a mask for every text in those tables but for what only names a variable.
+
+    >>> args = {"headers": {"Authorization": "Bearer 4711", "X-Key": "Bearer $MCP_KEY"}}
+    >>> masked({"environments": [{"name": "mcp", "args": args}]})["environments"][0]["args"]
+    {'headers': {'Authorization': '***', 'X-Key': 'Bearer $MCP_KEY'}}
+    """
+    environments = settings.get("environments")
+    if not isinstance(environments, list):
+        return settings
+    return {**settings, "environments": [_environment(one) for one in environments]}
+
+
+def masked_text(text: str) -> str:
+    """The same of a settings file; empty where it is none."""
+    try:
+        with guarded("these are no settings", DataError):
+            settings = tomllib.loads(text)
+            shown = masked(settings)
+            return text if shown == settings else tomli_w.dumps(shown)
+    except DataError:
+        return ""
+
+
+def _environment(environment: Json) -> Json:
+    args = environment.get("args") if isinstance(environment, dict) else None
+    if not isinstance(environment, dict) or not isinstance(args, dict):
+        return environment
+    return {**environment, "args": {name: _table(value) if name in _TABLES else value for name, value in args.items()}}
+
+
+def _table(values: Json) -> Json:
+    """Of names and values. An argument that happens to be called so, and is none, is left as it is."""
+    if not isinstance(values, dict):
+        return values
+    return {name: MASK if _may_be_a_key(value) else value for name, value in values.items()}
+
+
+def _may_be_a_key(value: Json) -> bool:
+    return isinstance(value, str) and not _NAMES_A_VARIABLE.fullmatch(value)
