@@ -243,6 +243,61 @@ def test_a_resumed_run_goes_on_where_its_trainer_does(tmp_path: Path) -> None:
     assert [line["step"] for line in records(tmp_path / "run" / "metrics.jsonl")] == list(range(1, 11))
 
 
+def test_a_trainer_goes_back_to_its_checkpoint_though_the_run_was_resumed_at_a_later_step(tmp_path: Path) -> None:
+    """The run alone was killed, and its trainer came back where it was; then all of it was."""
+
+    def program(steps: range, saves: int | None = None) -> Callable[[MemorySampleStream], Awaitable[None]]:
+        async def run(samples: MemorySampleStream) -> None:
+            trainer = Trainer(samples, tmp_path / f"weights_{steps.start}")
+            await trainer.begin(steps.start - 1)
+            for number in steps:
+                await trainer.step(number, await trainer.pull(4))
+                if number == saves:
+                    await trainer.rank.report(CheckpointSaved(consumer="rank-0", step=number, path="elsewhere"))
+            await trainer.end(RunStatus.FAILED, "crashed")
+
+        return run
+
+    asyncio.run(run_with(tmp_path, program(range(1, 4), saves=2)))
+    asyncio.run(run_with(tmp_path, program(range(4, 6)), resume=True))
+    after = asyncio.run(run_with(tmp_path, program(range(3, 6)), resume=True))
+    assert (after.steps, after.reason) == (5, "crashed")
+    assert max(Counter(trained_tasks(tmp_path / "run")).values()) == 2
+    assert [line["step"] for line in records(tmp_path / "run" / "metrics.jsonl")] == list(range(1, 6))
+
+
+def test_a_trainer_that_goes_on_before_every_state_ends_the_run_and_its_history_stays(tmp_path: Path) -> None:
+    async def program(samples: MemorySampleStream) -> None:
+        trainer = Trainer(samples, tmp_path / "weights")
+        await trainer.begin()
+        for number in (1, 2, 3):
+            await trainer.step(number, await trainer.pull(4))
+        await trainer.end(RunStatus.FAILED, "crashed")
+
+    async def too_early(samples: MemorySampleStream) -> None:
+        trainer = Trainer(samples, tmp_path / "more_weights")
+        await trainer.begin(1)
+        await trainer.pull(4)
+        await trainer.end(RunStatus.FAILED, "told to stop")
+
+    asyncio.run(run_with(tmp_path, program))
+    (tmp_path / "run" / "scheduler" / "step_000001.json").unlink()
+    after = asyncio.run(run_with(tmp_path, too_early, resume=True))
+    assert after.status is RunStatus.FAILED
+    log = (tmp_path / "run" / "logs" / "orchestrator.log").read_text()
+    assert "the trainer goes on after step 1, and the oldest state in " in log
+    assert [line["step"] for line in records(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3]
+
+
+async def test_states_stay_back_to_the_checkpoint_that_was_told_of() -> None:
+    """However far back that is: it never goes back to an earlier one. Without any they stay for 1,000 steps."""
+    trainer = OutsideTrainer(MemorySampleStream(), None, MemoryEventLog("epoch"), last_read_s=PATIENCE_S)
+    assert [trainer.earliest_step(step) for step in (3, 1_000, 4_000)] == [0, 0, 3_000]
+    trainer.saved(400)
+    assert [trainer.earliest_step(step) for step in (400, 401, 4_000)] == [400, 400, 400]
+    await trainer.close()
+
+
 def test_steps_that_leave_the_version_as_it_was_are_counted_as_trained_across_a_resume(tmp_path: Path) -> None:
     """Its versions are 0, 2, 2, 4: it publishes every second step."""
 

@@ -54,6 +54,33 @@ def test_states_ahead_of_a_run_that_was_resumed_go(states: SchedulerStates) -> N
     assert kept(states) == ["step_000002.json", "step_000003.json"]
 
 
+def test_a_trainer_that_goes_on_before_all_states_is_refused_as_tasks_would_begin_anew(
+    states: SchedulerStates, tmp_path: Path
+) -> None:
+    for step in range(1, 6):
+        states.write(step, b"{}")
+    states.step_ended(5)
+    states.write(6, b"{}")
+    resumed = SchedulerStates(tmp_path / "scheduler", tmp_path / "checkpoints")
+    with pytest.raises(CheckpointError, match=r"after step 3, and the oldest state in .*scheduler is of step 5"):
+        resumed.read_newest(3)
+    assert resumed.read_newest(0) == b""
+
+
+def test_a_trainer_goes_on_with_the_newest_state_that_is_not_of_a_later_step(states: SchedulerStates) -> None:
+    for step in (2, 4):
+        states.write(step, b"%d" % step)
+    assert [states.read_newest(step) for step in (2, 3, 4, 9)] == [b"2", b"2", b"4", b"4"]
+
+
+def test_where_a_trainer_first_began_tasks_begin_again(states: SchedulerStates) -> None:
+    assert states.read_newest(500) == b""
+    states.write(501, b"{}")
+    assert states.read_newest(500) == b""
+    with pytest.raises(CheckpointError, match="is of step 500"):
+        states.read_newest(499)
+
+
 def test_states_of_a_run_without_a_checkpoint_are_listed_once(
     states: SchedulerStates, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -118,6 +118,8 @@ class Orchestrator(WeightListener, ReplicaListener):
         self._scheduling: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
         self._taking_up: asyncio.Future[EarlierStarts] | None = None
+        self._state = b""
+        """The scheduler's, where the trainer goes on."""
         roles.generators.tell(self)
 
     async def run(self) -> TrainerEnded:
@@ -349,7 +351,7 @@ class Orchestrator(WeightListener, ReplicaListener):
             step=self.step,
             version=self.version,
             serving_version=self.installed_version,
-            state=await asyncio.to_thread(self._roles.trainer.state_at, self._states, self.step),
+            state=self._state,
             resumes=earlier.starts,
         )
         self._observer.begin(earlier)
@@ -371,10 +373,12 @@ class Orchestrator(WeightListener, ReplicaListener):
         return await asyncio.shield(self._taking_up)
 
     def _wind_back(self, step: int | None) -> EarlierStarts:
-        """None: the trainer has not come up, and every step stays."""
+        """None: the trainer has not come up, and every step stays. So it does where the run cannot go on there."""
         if step is not None:
+            trainer = self._roles.trainer
+            self._states.step_ended(trainer.earliest_step(step))
+            self._state = trainer.state_at(self._states, step)
             wind_back(self._paths, step)
-            self._states.step_ended(step)
         totals, starts = read_totals(self._paths.metrics), count_starts(self._paths) - (step is not None)
         return EarlierStarts(totals, starts, max(totals.clock_s, summed_up_s(self._paths.root)))
 

@@ -58,7 +58,7 @@ OutsideProgram: TypeAlias = Callable[[MemorySampleStream], Awaitable[None]]
 
 _WORSE = (RunStatus.FINISHED, RunStatus.CANCELLED, RunStatus.FAILED)
 _MOST_UNSAVED_STEPS = 1000
-"""Steps back to which the scheduler's states are kept for a trainer that never tells of a checkpoint."""
+"""Steps back to which the scheduler's states are kept for a trainer that has told of no checkpoint."""
 
 
 class FeedListener(Protocol):
@@ -141,7 +141,7 @@ class OutsideTrainer(RunTrainer):
 
     @override
     def earliest_step(self, step: int) -> int:
-        return max(self._saved_step, step - _MOST_UNSAVED_STEPS)
+        return min(step, self._saved_step or max(0, step - _MOST_UNSAVED_STEPS))
 
     @override
     def state_at(self, states: SchedulerStates, step: int) -> bytes:

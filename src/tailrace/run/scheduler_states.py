@@ -66,9 +66,22 @@ class SchedulerStates:
 
     def read_newest(self, step: int) -> bytes:
         """That of `step`, or of the newest step before that was told of: an outside trainer may have gone further than
-        it told. Empty where there is none. Raises `CheckpointError`."""
-        steps = [one for one in _steps(self._folder, suffix=".json") if one <= step]
-        return self.read(max(steps)) if step and steps else b""
+        it told. Where there is none yet, tasks begin after `step`, of which an empty one is kept.
+
+        Raises `CheckpointError`, where all are of later steps as well: tasks would begin anew.
+        """
+        if step == 0:
+            return b""
+        kept = {*_steps(self._folder, suffix=".json")}
+        if not kept:
+            self.write(step, b"")
+            return b""
+        if step < min(kept):
+            raise CheckpointError(
+                f"the trainer goes on after step {step}, and the oldest state in {self._folder} is of step "
+                f"{min(kept)}: let it go on from a checkpoint of that step, or of a later one"
+            )
+        return self.read(max(one for one in kept if one <= step))
 
     def _prune(self, first: int, last: int) -> None:
         """Keep the states of `first` to `last` and those of checkpoints; later ones are of a run that was resumed."""
