@@ -4,10 +4,12 @@ import json
 from pathlib import Path
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 
 from tailrace.dashboard.run_data import RunData
 from tailrace.dashboard.schedule import Bar
+from tailrace.dashboard.trace_spans import TraceSpans
 from tailrace.reporting.sinks import rollouts_path
 from tailrace.tracing.traces import TraceWriter, join_trace
 from tailrace.tracing.wall_clock import monotonic_to_unix_ns
@@ -242,6 +244,31 @@ def test_machines_started_at_other_times_with_equal_process_ids_stand_beside_eac
     assert schedule is not None
     assert schedule.length_s == pytest.approx(2.0)
     assert [lane.name for lane in schedule.lanes] == ["trainer", "generator_0", "generator_1"]
+
+
+def test_where_there_are_too_many_spans_every_process_keeps_its_share(run: RunData) -> None:
+    every = TraceSpans(run.folder)
+    every.update()
+    by_process = np.bincount(every.processes)
+    orchestrator, trainer = (every.process_names.index(name) for name in ("orchestrator", "trainer"))
+    assert by_process[orchestrator] > 3 * by_process[trainer]
+    most = int(by_process.sum() * 2 // 3)
+    with (
+        patch("tailrace.dashboard.trace_spans._MOST_SPANS", most),
+        patch("tailrace.dashboard.trace_spans._KEPT_SPANS", most * 3 // 4),
+    ):
+        shown = TraceSpans(run.folder)
+        shown.update()
+    assert most / 2 < len(shown) <= most
+    assert shown.dropped == len(every) - len(shown)
+    kept = np.bincount(shown.processes)
+    assert kept[trainer] == by_process[trainer]
+    assert 0 < kept[orchestrator] < by_process[orchestrator]
+    for number, count in enumerate(kept):  # each has its first ones, with what is told of them
+        first, same = (np.flatnonzero(one.processes == number)[:count] for one in (every, shown))
+        assert every.began_s[first].tolist() == shown.began_s[same].tolist()
+        assert [every.texts.get(place) for place in first] == [shown.texts.get(place) for place in same]
+    assert shown.named("rollout").size
 
 
 def test_without_a_trace_there_is_nothing_to_show(tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True):
     steps: list[Span]
     waiting: list[Waiting]
     dropped: int
-    """Spans that did not fit into the trace."""
+    """Spans that did not fit into the trace, or were too many to be shown."""
 
 
 class Bar(msgspec.Struct, frozen=True, kw_only=True):

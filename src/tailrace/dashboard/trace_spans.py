@@ -1,6 +1,8 @@
 """A run's trace as columns: `trace.json` where the run has ended, the parts of its processes while it goes on.
 
-Read once, then only what was appended: about 30 bytes a span, and a text for each rollout and request.
+Read once, then only what was appended: about 30 bytes a span, and a text for each rollout and request. Where a run has
+more spans than are kept, those processes that have most keep as many as each other, the first ones, and all others keep
+theirs.
 """
 
 from __future__ import annotations
@@ -8,7 +10,7 @@ from __future__ import annotations
 import threading
 from array import array
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
@@ -23,6 +25,8 @@ Spans: TypeAlias = NDArray[np.int64]
 """[n]: places of spans in the columns."""
 
 _MOST_SPANS = 1_500_000
+_KEPT_SPANS = _MOST_SPANS * 3 // 4
+"""Once there are too many: the rest is room for what comes."""
 _Int32: TypeAlias = Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)]
 _UInt32: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
 
@@ -89,13 +93,17 @@ class TraceSpans:
         self._columns = Columns()
         self._names: dict[str, int] = {}
         self._processes: dict[int, int] = {}
+        self._counts: list[int] = []
+        """Spans of each process."""
+        self._most_of_one = _MOST_SPANS
+        """Spans that a process may have."""
         self.process_names: list[str] = []
         self.texts: dict[int, str] = {}
         """Of a span: its rollout, request or replica."""
         self.raised = set[int]()
         """Spans that an error or a cancellation ended."""
         self.dropped = 0
-        """Spans that a full trace did not take."""
+        """Spans that a full trace did not take, or that are too many here."""
         self._arrays: dict[str, NDArray[Any]] = {}
         self._places: dict[tuple[str, ...], Spans] = {}
 
@@ -122,7 +130,7 @@ class TraceSpans:
             event = _DECODER.decode(line.removesuffix(b","))
         except (msgspec.MsgspecError, UnicodeDecodeError):
             return
-        if event.ph == "X" and len(self._columns.began_s) < _MOST_SPANS:
+        if event.ph == "X":
             self._add_span(event)
         elif event.ph == "M" and event.args is not None:
             if event.name == "process_name":
@@ -130,12 +138,19 @@ class TraceSpans:
             self.dropped += event.args.dropped
 
     def _add_span(self, event: _TraceEvent) -> None:
+        if len(self) >= _MOST_SPANS:
+            self._make_room()
+        process = self._process(event.pid)
+        if self._counts[process] >= self._most_of_one:
+            self.dropped += 1
+            return
+        self._counts[process] += 1
         columns = self._columns
         place = len(columns.began_s)
         columns.began_s.append(event.ts / 1e6)
         columns.ended_s.append((event.ts + event.dur) / 1e6)
         columns.names.append(self._names.setdefault(event.name, min(len(self._names), 65_535)))
-        columns.processes.append(self._process(event.pid))
+        columns.processes.append(process)
         columns.threads.append(event.tid)
         number = -1
         if (args := event.args) is not None:
@@ -146,10 +161,30 @@ class TraceSpans:
                 self.raised.add(place)
         columns.numbers.append(number)
 
+    def _make_room(self) -> None:
+        """Let go of the last spans of those processes that have most."""
+        counts = np.array(self._counts)
+        most = int(counts.max())
+        while np.minimum(counts, most).sum() > _KEPT_SPANS:
+            most = most * 15 // 16
+        by_process = np.argsort(np.array(self._columns.processes), kind="stable")
+        number_in_process = np.arange(len(by_process)) - np.repeat(np.cumsum(counts) - counts, counts)
+        kept = np.sort(by_process[number_in_process < most])
+        for column in fields(Columns):
+            values = getattr(self._columns, column.name)
+            setattr(self._columns, column.name, array(values.typecode, np.array(values)[kept].tobytes()))
+        places = {place: number for number, place in enumerate(kept.tolist())}
+        self.texts = {places[place]: text for place, text in self.texts.items() if place in places}
+        self.raised = {places[place] for place in self.raised if place in places}
+        self.dropped += len(by_process) - len(kept)
+        self._counts, self._most_of_one = np.minimum(counts, most).tolist(), most
+        self._arrays, self._places = {}, {}
+
     def _process(self, pid: int) -> int:
         number = self._processes.get(pid)
         if number is None:
             number = self._processes[pid] = len(self._processes)
+            self._counts.append(0)
             self.process_names.append(f"process {pid}")
         return number
 

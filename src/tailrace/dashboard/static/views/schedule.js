@@ -73,7 +73,7 @@ function legend() {
 }
 
 function drawAbout(target, found) {
-  replace(target, `${seconds(found.to_s - found.from_s)} of ${seconds(found.length_s)}; ${found.num_rollouts} rollouts`, found.rollouts.length || !found.num_rollouts ? "" : " (zoom in to see each)", found.dropped ? `; ${found.dropped} spans did not fit the trace (observability.trace_mb)` : "");
+  replace(target, `${seconds(found.to_s - found.from_s)} of ${seconds(found.length_s)}; ${found.num_rollouts} rollouts`, found.rollouts.length || !found.num_rollouts ? "" : " (zoom in to see each)", found.dropped ? `; ${found.dropped} spans are left out: they did not fit the trace (observability.trace_mb), or this page` : "");
 }
 
 function drawWaiting(target, found, context) {
