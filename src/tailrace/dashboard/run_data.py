@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tailrace.dashboard.metric_columns import MetricColumns
@@ -16,6 +17,9 @@ from tailrace.dashboard.trace_spans import TraceSpans
 from tailrace.reporting.run_folder import METRICS_FILE, ROLLOUTS_FOLDER
 
 _KEPT_BYTES = 256 << 20
+_MOST_BYTES = 1 << 30
+"""With runs that somebody looks at now: a page asks for each of those again every two seconds."""
+_LOOKED_AT_S = 30.0
 _ROW_BYTES = 2_000
 """Of a rollout's row, about."""
 _KEPT_RUNS = 64
@@ -34,6 +38,8 @@ class RunData:
         self._metrics = MetricColumns(folder / METRICS_FILE)
         self._events = EventList(folder)
         self._lock = threading.Lock()
+        self.asked_s = 0.0
+        """When it was asked for last, by the cache's clock."""
         self.trace: TraceSpans | None = None
         self._waiting: tuple[object, list[Waiting]] = (None, [])
 
@@ -103,7 +109,8 @@ class RunData:
 class RunCache:
     """Runs that were looked at lately; older ones are read again."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._runs: OrderedDict[Path, RunData] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -112,13 +119,20 @@ class RunCache:
         with self._lock:
             run = self._runs.pop(folder, None) or RunData(folder)
             self._runs[folder] = run
-            self._forget()
+            run.asked_s = self._clock()
+            self._forget(run.asked_s)
             return run
 
-    def _forget(self) -> None:
-        while len(self._runs) > 1 and (
-            len(self._runs) > _KEPT_RUNS or sum(run.num_bytes for run in self._runs.values()) > _KEPT_BYTES
-        ):
+    def _forget(self, now_s: float) -> None:
+        while len(self._runs) > 1:
+            num_bytes = sum(run.num_bytes for run in self._runs.values())
+            oldest = next(iter(self._runs.values()))
+            if now_s - oldest.asked_s < _LOOKED_AT_S:
+                is_too_much = num_bytes > _MOST_BYTES
+            else:
+                is_too_much = num_bytes > _KEPT_BYTES or len(self._runs) > _KEPT_RUNS
+            if not is_too_much:
+                break
             self._runs.popitem(last=False)
         traced = [run for run in self._runs.values() if run.trace is not None]
         for run in traced[:-_KEPT_TRACES]:
