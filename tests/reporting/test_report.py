@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import random
+import tracemalloc
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -10,9 +12,10 @@ from tailrace.errors import DataError
 from tailrace.reporting.metric_docs import metrics_page
 from tailrace.reporting.metrics import metric_spec
 from tailrace.reporting.report import write_report
+from tailrace.reporting.rollout_records import encode_line, rollout_record
 from tailrace.reporting.run_folder import choose_rollouts, read_run_folder
-from tailrace.reporting.sinks import read_jsonl
-from tests.reporting.example_run import HOSTILE, write_example_run
+from tailrace.reporting.sinks import read_jsonl, rollouts_path
+from tests.reporting.example_run import HOSTILE, a_message, a_rollout, write_example_run
 
 VOID = {"meta", "link", "img", "br", "input", "hr", "path", "use", "rect"}
 
@@ -161,6 +164,35 @@ def test_best_median_and_worst_come_from_the_newest_steps(run_folder: Path) -> N
     assert rewards[0] >= rewards[1] >= rewards[2]
     assert all(rollout.record.step > 7 for rollout in chosen[:3])
     assert chosen[3].record.step == 1
+
+
+def test_files_of_long_conversations_are_never_in_memory_as_a_whole(tmp_path: Path) -> None:
+    (tmp_path / "rollouts").mkdir()
+    rewards = [place / 50 for place in range(50)]
+    random.Random(0).shuffle(rewards)
+    for step in range(1, 6):
+        messages = [a_message("user", "x" * 100_000)]
+        entries = [a_rollout(step, place, rewards[10 * step + place - 10], messages) for place in range(10)]
+        lines = [encode_line(rollout_record(entry, step)) for entry in entries]
+        rollouts_path(tmp_path / "rollouts", step).write_bytes(b"".join(lines))
+    tracemalloc.start()
+    chosen = choose_rollouts(tmp_path / "rollouts")
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert [(one.title, one.record.reward) for one in chosen] == [("Best", 0.98), ("Median", 0.5), ("Worst", 0.0)]
+    assert peak_bytes < 1_000_000  # of 5 million
+
+
+def test_lines_that_are_no_records_are_not_chosen(tmp_path: Path) -> None:
+    (tmp_path / "rollouts").mkdir()
+    lines = [encode_line(rollout_record(a_rollout(1, place, 0.5, []), 1)) for place in range(3)]
+    strangers = [b'{"reward": 2.0}\n', b'{"reward": "many"}\n', b"\n", b'{"reward": 3']
+    rollouts_path(tmp_path / "rollouts", 1).write_bytes(b"".join(lines + strangers))
+    assert [(one.title, one.record.rollout_id) for one in choose_rollouts(tmp_path / "rollouts")] == [
+        ("Worst", "g1/0"),
+        ("Median", "g1/1"),
+        ("Best", "g1/2"),
+    ]
 
 
 def test_files_that_somebody_left_beside_those_of_rollouts_cost_nothing(tmp_path: Path) -> None:

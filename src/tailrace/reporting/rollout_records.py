@@ -159,6 +159,24 @@ def decode_line(line: bytes) -> RolloutRecord:
         return msgspec.json.decode(line, type=RolloutRecord)
 
 
+class _Scored(msgspec.Struct):
+    """What a record cannot be without, and its reward."""
+
+    rollout_id: str
+    group_id: str
+    task_id: str
+    environment: str
+    step: int
+    outcome: Outcome
+    reward: float | None = None
+
+
+def reward_of_line(line: bytes) -> float | None:
+    """Of the record of one line, without making anything of the rest. Raises `DataError` for a line that is not one."""
+    with guarded("a line is no rollout's record", DataError):
+        return msgspec.json.decode(line, type=_Scored).reward
+
+
 def plain_value(value: Any) -> Json:
     """What JSON does not know, in plain values: NumPy by value, the rest by `repr`."""
     if isinstance(value, np.ndarray):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 from typing_extensions import TypeIs
 
@@ -12,13 +13,15 @@ from tailrace.errors import DataError
 from tailrace.records import Json
 from tailrace.reporting.masking import masked_text
 from tailrace.reporting.rollout_records import RolloutRecord
-from tailrace.reporting.sinks import read_jsonl, read_rollouts, steps_of_rollouts
+from tailrace.reporting.sinks import read_jsonl, read_rewards, read_rollout_at, steps_of_rollouts
 from tailrace.reporting.summary import RunSummary, read_summary
 from tailrace.reporting.tokens import token_files
 
 METRICS_FILE = "metrics.jsonl"
 ROLLOUTS_FOLDER = "rollouts"
 _NEWEST_FILES = 5
+_Place: TypeAlias = tuple[float, int, int]
+"""A rollout in the files: its reward, its step and where its line begins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,18 +109,27 @@ def choose_rollouts(folder: Path, token_steps: Collection[int] = ()) -> list[Cho
     newest = _scored(folder, [step for step in latest if step in with_tokens] or with_tokens[-1:] or latest)
     if not newest:
         return []
-    places = (("Best", len(newest) - 1), ("Median", len(newest) // 2), ("Worst", 0))
-    chosen = {newest[place].rollout_id: ChosenRollout(title, newest[place]) for title, place in reversed(places)}
-    rollouts = sorted(chosen.values(), key=lambda rollout: -(rollout.record.reward or 0.0))
+    places = (("Worst", 0), ("Median", len(newest) // 2), ("Best", len(newest) - 1))
+    found = [one for title, place in places for one in _chosen(folder, title, newest[place])]
+    rollouts = sorted(
+        {one.record.rollout_id: one for one in found}.values(), key=lambda one: -(one.record.reward or 0.0)
+    )
     if len(steps) > _NEWEST_FILES and (first := _scored(folder, steps[:1])):
-        rollouts.append(ChosenRollout("Where it began", first[len(first) // 2]))
+        rollouts += _chosen(folder, "Where it began", first[len(first) // 2])
     return rollouts
 
 
-def _scored(folder: Path, steps: Sequence[int]) -> list[RolloutRecord]:
+def _scored(folder: Path, steps: Sequence[int]) -> list[_Place]:
     """Rollouts with a reward, lowest first; of equal ones the oldest first."""
-    records = [record for step in steps for record in read_rollouts(folder, step) if record.reward is not None]
-    return sorted(records, key=lambda record: record.reward or 0.0)
+    places = [(reward, step, offset) for step in steps for reward, offset in read_rewards(folder, step)]
+    return sorted(places, key=lambda place: place[0])
+
+
+def _chosen(folder: Path, title: str, place: _Place) -> list[ChosenRollout]:
+    """None where the rest of the line is no record's."""
+    _, step, offset = place
+    record = read_rollout_at(folder, step, offset)
+    return [] if record is None else [ChosenRollout(title, record)]
 
 
 def is_number(value: Json) -> TypeIs[int | float]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -18,7 +19,14 @@ import msgspec
 from tailrace.errors import DataError
 from tailrace.guards import guarded
 from tailrace.records import Json
-from tailrace.reporting.rollout_records import RolloutEntry, RolloutRecord, decode_line, encode_line, rollout_record
+from tailrace.reporting.rollout_records import (
+    RolloutEntry,
+    RolloutRecord,
+    decode_line,
+    encode_line,
+    reward_of_line,
+    rollout_record,
+)
 from tailrace.tracing.background import BackgroundWriter
 from tailrace.tracing.phases import phase
 
@@ -163,6 +171,25 @@ def read_rollouts(folder: Path, step: int | None = None) -> Iterator[RolloutReco
                 yield decode_line(line)
             except DataError:
                 continue
+
+
+def read_rewards(folder: Path, step: int) -> Iterator[tuple[float, int]]:
+    """Reward and place of each rollout of a step that has a reward, without holding more than one of its lines."""
+    offset = 0
+    with rollouts_path(folder, step).open("rb") as file:
+        for line in file:
+            with suppress(DataError):
+                if (reward := reward_of_line(line)) is not None:
+                    yield reward, offset
+            offset += len(line)
+
+
+def read_rollout_at(folder: Path, step: int, offset: int) -> RolloutRecord | None:
+    """The rollout at a place of a step's file; None where it is no whole record."""
+    with rollouts_path(folder, step).open("rb") as file, suppress(DataError):
+        file.seek(offset)
+        return decode_line(file.readline())
+    return None
 
 
 def _lines(path: Path) -> Iterator[bytes]:
