@@ -89,7 +89,7 @@ async def run_composed(
                     if ending.done():
                         raise RuntimeError(f"the run ended before it was measured: {ending.result()}")
                     await run.orchestrator.request_stop(RunStatus.FINISHED, "measured")
-                await asyncio.to_thread(run.writer.close)
+                await run.writers.close(10.0)
     return marks
 
 

@@ -56,6 +56,34 @@ async def test_a_run_trains_on_while_metrics_hang_and_rollouts_are_refused(
     assert summary.dropped_records >= 4 - len(written)
 
 
+async def test_metrics_and_rollouts_are_written_while_tokens_hang(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    works_again, opened = threading.Event(), Path.open
+
+    def open_on_a_slow_disk(path: Path, mode: str = "r", *args: Any, **options: Any) -> IO[Any]:
+        if path.parent.name == "tokens":
+            assert works_again.wait(PATIENCE_S)
+        return opened(path, mode, *args, **options)
+
+    monkeypatch.setattr(Path, "open", open_on_a_slow_disk)
+    folder = tmp_path / "run"
+    written = [folder / "rollouts" / f"step_{step:06d}.jsonl" for step in (1, 2, 3)]
+    running = asyncio.create_task(run_inline(tmp_path, "--max_steps", "3", "--observability.tokens_every_steps", "1"))
+    await until_training_ended(folder / "events.jsonl")
+    try:
+        async with asyncio.timeout(20):
+            while not all(path.exists() for path in written):  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        assert [record["step"] for record in records(folder / "metrics.jsonl")] == [1, 2, 3]
+        assert [*(folder / "tokens").glob("step_??????.parquet")] == []  # beside what the trainer exports
+    finally:
+        works_again.set()
+        summary = await running
+    assert (summary.exit_code, summary.dropped_records) == (0, 0)
+    assert {path.stem for path in (folder / "tokens").glob("*.parquet")} >= {path.stem for path in written}
+
+
 async def test_after_a_notice_records_are_waited_for_no_longer_though_the_last_save_came_too_late(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -88,7 +116,7 @@ async def test_from_a_sigterm_after_training_on_records_are_waited_for_no_longer
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     works_again, opened, closed = threading.Event(), Path.open, BackgroundWriter.close
-    terminate = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM))
+    terminates = iter([threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM))])
 
     def open_on_a_bad_disk(path: Path, mode: str = "r", *args: Any, **options: Any) -> IO[Any]:
         if path.name == "metrics.jsonl" and "a" in mode:
@@ -97,7 +125,8 @@ async def test_from_a_sigterm_after_training_on_records_are_waited_for_no_longer
 
     def close_while_terminated(writer: BackgroundWriter, timeout_s: float = 10.0) -> bool:
         if timeout_s == training._LARGEST_WRITE_S:  # not the trace's
-            terminate.start()
+            for terminate in terminates:  # one of the two threads that are closed at once
+                terminate.start()
         return closed(writer, timeout_s)
 
     monkeypatch.setattr(Path, "open", open_on_a_bad_disk)

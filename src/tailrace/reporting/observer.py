@@ -248,7 +248,6 @@ class RunObserver(SchedulerObserver):
         self._recorder.add("generation/tokens_per_s", rate)
         self._recorder.add("policy/version", event.version)
         self._recorder.add("policy/skipped_steps", float(isinstance(event, StepSkipped)))
-        self._recorder.add("sinks/dropped_records", self._sink.lost_records)
         for gauge in self._gauges:
             self._recorder.update(gauge())
         self.latest = self._taken_in(event.step, now, self._flush()) | self.totals.ratios()

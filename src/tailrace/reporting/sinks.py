@@ -1,6 +1,7 @@
 """Files of records, written off the event loop.
 
     caller ──write()──▶ bounded queue ──▶ one writer thread ──▶ metrics.jsonl, rollouts/step_000012.jsonl
+                 └────▶ bounded queue ──▶ another one ────────▶ tokens/step_000012.parquet (`reporting.tokens`)
 
 `write` never waits: a full queue drops the record and counts it. Nothing that goes wrong with a file reaches the run: a
 sink's first failure is logged, all are counted, and the next record is tried again (a disk may get room).
@@ -8,6 +9,7 @@ sink's first failure is logged, all are counted, and the next record is tried ag
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,17 +33,37 @@ from tailrace.tracing.background import BackgroundWriter
 from tailrace.tracing.phases import phase
 
 
+class RunWriters:
+    """The threads that write a run's files."""
+
+    def __init__(self, *, queue_records: int) -> None:
+        self.records = BackgroundWriter(queue_records=queue_records)
+        """Metrics, rollouts, and whatever else is done in a moment."""
+        self.tokens = BackgroundWriter(queue_records=queue_records)
+        """Those of a large step take minutes, for which no line of metrics waits."""
+        self._all = (self.records, self.tokens)
+
+    @property
+    def lost_records(self) -> int:
+        """Of all files: dropped, or refused by a disk."""
+        return sum(writer.dropped + writer.failed for writer in self._all)
+
+    def hurry(self, limit_s: float) -> None:
+        """`close` waits for so long at most; one that waits already, for so long from now on."""
+        for writer in self._all:
+            writer.hurry(limit_s)
+
+    async def close(self, timeout_s: float) -> None:
+        """Take no more, and finish what waits for as long as each thread ends something within every `timeout_s`."""
+        await asyncio.gather(*(asyncio.to_thread(writer.close, timeout_s) for writer in self._all))
+
+
 class JsonlSink:
     """One file of one JSON object a line, appended to: `metrics.jsonl`."""
 
     def __init__(self, path: Path, writer: BackgroundWriter) -> None:
         self._path = path
         self._writer = writer
-
-    @property
-    def lost_records(self) -> int:
-        """Records of all files of its writer that were dropped, or that a disk refused."""
-        return self._writer.dropped + self._writer.failed
 
     def write(self, record: Mapping[str, Json]) -> bool:
         """Append one record. Never waits and never raises: False, and counted, when it was dropped."""

@@ -39,7 +39,7 @@ from tailrace.reporting.gauges import (
 )
 from tailrace.reporting.observer import MetricsListener, RunObserver
 from tailrace.reporting.run_view import RunView, snapshot
-from tailrace.reporting.sinks import JsonlSink, RolloutWriter
+from tailrace.reporting.sinks import JsonlSink, RolloutWriter, RunWriters
 from tailrace.reporting.tokens import TokenWriter
 from tailrace.reporting.trackers.hub import Trackers
 from tailrace.rollouts import ChatRenderer, LoadedEnvironment, Rollouter
@@ -116,7 +116,7 @@ class ComposedRun:
     ground: RunGround
     roles: StartedRoles
     gateway: Gateway
-    writer: BackgroundWriter
+    writers: RunWriters
     observer: RunObserver
     rollouter: Rollouter
     scheduler: StreamScheduler | FeedScheduler
@@ -171,11 +171,11 @@ async def compose(ground: RunGround) -> AsyncIterator[ComposedRun]:
     raise_file_limit()
     with writing(paths.root):
         log = FileEventLog(paths.events, uuid.uuid4().hex)
-    writer = BackgroundWriter(queue_records=settings.observability.queue_records)
+    writers = RunWriters(queue_records=settings.observability.queue_records)
     async with contextlib.AsyncExitStack() as stack:
         roles = await stack.enter_async_context(start_roles(settings, paths, log))
         stack.push_async_callback(log.close)
-        observer = _observer(ground, writer, roles)
+        observer = _observer(ground, writers, roles)
         holding = HoldingGenerate(roles.generators.router.generate, roles.generators.router.interrupt)
         generate = RecordedGenerate(holding, observer.completion_sampled, observer.request_cancelled)
         gateway = Gateway(settings.gateway, model=settings.model.name)
@@ -222,7 +222,7 @@ async def compose(ground: RunGround) -> AsyncIterator[ComposedRun]:
                 phase_gauge(ground.phases),
             ),
             *agent_worker_gauges(rollouter.agent_workers),
-            _trimmer(settings, writer).step_ended,
+            _trimmer(settings, writers.records).step_ended,
             lambda: ground.lag.flush().metrics(),
             environment_gauge(lambda: tasks.environments),
             replica_gauge(roles.generators.router.replicas),
@@ -234,7 +234,10 @@ async def compose(ground: RunGround) -> AsyncIterator[ComposedRun]:
             redis_gauge(roles.redis),
             lambda: {"training/restarts": roles.trainer.restarts},
             ground.trackers.metrics,
-            lambda: {"sinks/lost_log_bytes": LogFile.lost_bytes - lost_before},
+            lambda: {
+                "sinks/dropped_records": writers.lost_records,
+                "sinks/lost_log_bytes": LogFile.lost_bytes - lost_before,
+            },
         )
         orchestrator = Orchestrator(
             roles,
@@ -246,7 +249,7 @@ async def compose(ground: RunGround) -> AsyncIterator[ComposedRun]:
             observer=observer,
             evaluator=evaluator,
         )
-        yield ComposedRun(ground, roles, gateway, writer, observer, rollouter, scheduler, evaluator, orchestrator)
+        yield ComposedRun(ground, roles, gateway, writers, observer, rollouter, scheduler, evaluator, orchestrator)
 
 
 def _scheduler(
@@ -284,15 +287,15 @@ def _scheduler(
     )
 
 
-def _observer(ground: RunGround, writer: BackgroundWriter, roles: StartedRoles) -> RunObserver:
-    settings, paths = ground.settings, ground.paths
+def _observer(ground: RunGround, writers: RunWriters, roles: StartedRoles) -> RunObserver:
+    settings, paths, writer = ground.settings, ground.paths, writers.records
     chosen = settings.observability
     return RunObserver(
         metrics=JsonlSink(paths.metrics, writer),
         rollouts=RolloutWriter(paths.rollouts, writer, every_steps=chosen.rollouts_every_steps),
         tokens=TokenWriter(
             paths.tokens,
-            writer,
+            writers.tokens,
             ground.renderer.text,
             every_steps=chosen.tokens_every_steps,
             max_bytes=int(chosen.tokens_mb * 1e6),

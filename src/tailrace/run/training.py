@@ -197,7 +197,7 @@ async def _train_in(
                 ended = await run.orchestrator.run()
                 exit_code = _exit_code(ended, run.orchestrator.error, signals)
         if signals.exit_code in _HURRIED:  # however the run ended then
-            run.writer.hurry(HURRIED_WRITES_S)
+            run.writers.hurry(HURRIED_WRITES_S)
         summary = await _sum_up(run, ended, exit_code)
         trackers.summarise(summary)
         return summary
@@ -227,7 +227,7 @@ def _stop_signals(
         why, at_once = _STOPPED_BY[code]
         if run.orchestrator.is_done:
             if code in _HURRIED:
-                run.writer.hurry(HURRIED_WRITES_S)
+                run.writers.hurry(HURRIED_WRITES_S)
             _logger.warning("the run has ended, and the rest of its files is written: %s to stop at once", at_once)
             return
         _logger.warning("stopping, with a last save: %s to stop at once", at_once)
@@ -296,8 +296,8 @@ def _end_without_folder(run: ComposedRun, live: LiveView, abort: Callable[[ExitC
 async def _sum_up(run: ComposedRun, ended: TrainerEnded, exit_code: int) -> RunSummary:
     """The run in figures, once everything else is written, or is waited for no longer."""
     run.observer.write_rest(max(ended.step, run.orchestrator.step))
-    await asyncio.to_thread(run.writer.close, _LARGEST_WRITE_S)
-    writer, orchestrator, ground, observer = run.writer, run.orchestrator, run.ground, run.observer
+    await run.writers.close(_LARGEST_WRITE_S)
+    orchestrator, ground, observer = run.orchestrator, run.ground, run.observer
     summary = RunSummary(
         name=ground.settings.name,
         status=ended.status,
@@ -311,7 +311,7 @@ async def _sum_up(run: ComposedRun, ended: TrainerEnded, exit_code: int) -> RunS
         wall_s=ground.elapsed_s + observer.earlier_wall_s,
         started_at=ground.started_at.isoformat(timespec="seconds"),
         checkpoint_path=orchestrator.checkpoint,
-        dropped_records=writer.dropped + writer.failed + observer.counts_before.get(_DROPPED, 0),
+        dropped_records=run.writers.lost_records + observer.counts_before.get(_DROPPED, 0),
         versions=_versions(),
     )
     if not (orchestrator.has_begun or observer.totals.steps):

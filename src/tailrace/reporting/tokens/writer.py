@@ -1,6 +1,6 @@
 """Rollouts that ended, token by token: `tokens/step_000012.parquet`, one row a branch, written off the event loop.
 
-    entries ─► bounded in rollouts ─► the run's writer thread ─► row groups of 64 Ki tokens ─► whole file, renamed
+    entries ─► bounded in rollouts ─► a writer thread of its own ─► row groups of 64 Ki tokens ─► whole file, renamed
 
 A file is there when it is whole. What the folder holds is bounded in bytes: see `files.surplus`.
 """
