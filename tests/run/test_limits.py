@@ -55,9 +55,9 @@ def test_what_no_memory_holds_is_refused_with_the_figure(overrides: tuple[str, .
 
 
 def test_a_data_set_whose_order_no_memory_holds_is_refused() -> None:
-    require_room(tiny_settings(), MEMORY, tasks=[10_000, 10**8])
-    with pytest.raises(SettingsError, match=r"the order of 1,000,000,000 tasks would take about 48\.0 GB .* lower env"):
-        require_room(tiny_settings(), MEMORY, tasks=[10_000, 10**9])
+    require_room(tiny_settings(), MEMORY, tasks=[10_000, 10**9])
+    with pytest.raises(SettingsError, match=r"the order of 4,000,000,000 tasks would take about 32\.0 GB .* lower env"):
+        require_room(tiny_settings(), MEMORY, tasks=[10_000, 4 * 10**9])
 
 
 async def test_it_is_refused_before_anything_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

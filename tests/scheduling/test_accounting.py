@@ -11,13 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tailrace.batching.slices import drained
-from tailrace.environments.rows import LazyRows, Row
+from tailrace.environments.rows import EmptyRows, LazyRows, Row
 from tailrace.errors import AccountingError, DataError
 from tailrace.records import Outcome, RolloutId, TerminalState
 from tailrace.scheduling import Ledger, TaskSource, TaskStream
 from tailrace.scheduling.ledger import Accounts
 from tailrace.scheduling.tasks import ENCODED_AT_ONCE
 from tests.scheduling.world import Recorder, environment
+from tests.support.memory_peaks import at_most_at_once
 
 
 @given(st.lists(st.tuples(st.integers(0, 8), st.sampled_from([None, *TerminalState]))))
@@ -69,6 +70,14 @@ def test_each_epoch_walks_every_task_once_in_its_own_order() -> None:
     assert sorted(first) == sorted(second) == list(range(20))
     assert first != second
     assert stream.draw() is None
+    assert first == [5, 1, 11, 4, 19, 18, 3, 15, 8, 9, 2, 13, 6, 14, 16, 10, 0, 7, 17, 12]
+
+
+def test_the_order_of_a_large_data_set_is_drawn_in_its_numbers_alone() -> None:
+    stream = TaskStream([TaskSource(replace(environment(), train_tasks=EmptyRows(1_000_000)))], seed=1)
+    with at_most_at_once(9_000_000):
+        drawn = [stream.draw() or pytest.fail("endless") for _ in range(5)]
+    assert [key.index for key in drawn] == [696044, 33838, 985088, 373666, 398569]
 
 
 def test_environments_are_mixed_by_weight() -> None:

@@ -19,6 +19,7 @@ from tailrace.lifecycle.launchers import launcher_class
 from tailrace.models.files import read_json
 from tailrace.models.loading import resolve_model
 from tailrace.records import Json
+from tailrace.scheduling.tasks import order_bytes
 
 ROLLOUT_BYTES = 5 << 10
 """Of a rollout without tokens, in flight or finished: columns of its branch, frames of its coroutines."""
@@ -26,8 +27,6 @@ ENGINE_BYTES = 100 << 20
 """A process that has imported torch has no less to itself."""
 WORKER_BYTES = 20 << 20
 """A process for users' code, likewise."""
-TASK_BYTES = 48
-"""Of a data set's order in an epoch, which is drawn as a whole; rows may be made when they are asked for."""
 BEYOND_REASON = 4
 """Of what may never grow to its limit: so many times the memory is beyond any doubt."""
 _BYTES = {"float32": 4, "bfloat16": 2}
@@ -123,8 +122,9 @@ def _has_all_elsewhere(settings: RunSettings) -> bool:
 
 
 def _orders(tasks: Sequence[int]) -> Iterator[Claim]:
+    """Of data sets; their rows may be made when they are asked for."""
     for index, count in enumerate(tasks):
-        yield Claim(count * TASK_BYTES, f"the order of {count:,} tasks", f"environments.{index}.args")
+        yield Claim(order_bytes(count), f"the order of {count:,} tasks", f"environments.{index}.args")
 
 
 def _number(config: Mapping[str, Json], name: str) -> int:

@@ -10,11 +10,12 @@ import asyncio
 import zlib
 from collections import deque
 from collections.abc import Collection, Generator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from tailrace.environments import EnvironmentSpec
 from tailrace.environments.rows import is_in_memory
@@ -61,7 +62,8 @@ class TaskSource:
     epoch: int = 0
     drawn: int = 0
     """Tasks of the current epoch handed out."""
-    _order: list[int] = field(default_factory=list)
+    _order: NDArray[np.int32 | np.int64] | None = None
+    """Of the current epoch; None before its first task is drawn."""
 
     def __post_init__(self) -> None:
         if not len(self.spec.train_tasks):
@@ -76,11 +78,12 @@ class TaskSource:
         """The next task, in an order shuffled anew each epoch."""
         rows = len(self.spec.train_tasks)
         if self.drawn == rows:
-            self.epoch, self.drawn, self._order = self.epoch + 1, 0, []
-        if not self._order:
-            self._order = _generator(seed, self.environment, self.epoch).permutation(rows).tolist()
+            self.epoch, self.drawn, self._order = self.epoch + 1, 0, None
+        if self._order is None:
+            self._order = np.arange(rows, dtype=_order_type(rows))
+            _generator(seed, self.environment, self.epoch).shuffle(self._order)
         self.drawn += 1
-        return TaskKey(self.environment, self.epoch, self._order[self.drawn - 1])
+        return TaskKey(self.environment, self.epoch, int(self._order[self.drawn - 1]))
 
     def task(self, key: TaskKey, seed: int) -> Task:
         """The task that `key` names. Raises `DataError` when its row lacks a required column."""
@@ -226,6 +229,19 @@ class TaskStream:
 
     def _open_sources(self) -> list[str]:
         return [name for name, source in self._sources.items() if not source.is_exhausted(self._max_epochs)]
+
+
+def order_bytes(rows: int) -> int:
+    """What a data set's order in an epoch takes, which is drawn as a whole.
+
+    >>> order_bytes(1_000_000)
+    4000000
+    """
+    return rows * np.dtype(_order_type(rows)).itemsize
+
+
+def _order_type(rows: int) -> type[np.int32 | np.int64]:
+    return np.int32 if rows <= 2**31 else np.int64
 
 
 def _generator(seed: int, environment: str, *numbers: int) -> np.random.Generator:
