@@ -18,6 +18,7 @@ from pathlib import Path
 
 from tailrace.errors import SettingsError
 from tailrace.lifecycle.roles import Role
+from tailrace.reporting.logs import setup_logging
 
 
 async def leave(role: Role) -> None:
@@ -51,6 +52,15 @@ async def wait_for_stop(role: Role) -> None:
 
 async def tell_file_limit(role: Role) -> None:
     print("open files:", *resource.getrlimit(resource.RLIMIT_NOFILE))
+
+
+async def print_much(role: Role) -> None:
+    """And log nothing."""
+    folder = Path(role.spec.settings.decode())
+    setup_logging(role.spec.name, folder / "logs", max_bytes=10_000)
+    os.write(1, b"printed by native code\n" * 5_000)
+    (folder / "running").write_text(str(os.getpid()))
+    await asyncio.Event().wait()
 
 
 async def crash_when_stopped(role: Role) -> None:

@@ -219,6 +219,16 @@ async def test_a_role_whose_thread_computes_is_left_alone_and_one_that_is_stuck_
             await launcher.watch()
 
 
+async def test_what_a_role_prints_without_a_line_of_its_log_is_bounded_at_its_signs_of_life(tmp_path: Path) -> None:
+    async with hasty_launcher(tmp_path, silence_s=1.0) as launcher:
+        await start_and_wait(launcher, "print_much", tmp_path)
+        log, before = launcher.logs / "trainer.log", launcher.logs / "trainer.log.1"
+        async with asyncio.timeout(PATIENCE_S):
+            while log.stat().st_size:  # noqa: ASYNC110 - another process's file has no event here
+                await asyncio.sleep(0.01)
+        assert before.stat().st_size == 10_000
+
+
 async def test_what_a_role_started_ends_with_it(launcher: LocalLauncher, tmp_path: Path) -> None:
     process = await start_and_wait(launcher, "start_grandchild", tmp_path)
     grandchild = int(wait_for_file(tmp_path / "grandchild"))

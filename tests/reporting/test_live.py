@@ -18,7 +18,7 @@ from tailrace.reporting import live
 from tailrace.reporting.curves import Curve
 from tailrace.reporting.live import LiveView, QuietLines, progress_line, wants_live_view
 from tailrace.reporting.live_rendering import run_screen
-from tailrace.reporting.logs import Terminal, logging_as_it_was, setup_logging
+from tailrace.reporting.logs import Terminal, keep_log_within_size, logging_as_it_was, setup_logging
 from tailrace.reporting.run_view import Pace, RunView, Stage
 from tailrace.tracing.lag import LagStatistics
 from tests.reporting.example_run import HOSTILE, a_conversation, a_message, a_rollout
@@ -362,3 +362,17 @@ def test_a_log_file_is_bounded_and_what_its_process_prints_goes_on_into_it(tmp_p
     assert all(path.stat().st_size <= 10_000 for path in tmp_path.iterdir())
     assert "printed\n" in log.read_text()
     assert log.read_text().endswith("the last line\n")
+
+
+def test_a_log_file_into_which_only_others_write_is_bounded_and_keeps_their_last_lines(tmp_path: Path) -> None:
+    log, before = tmp_path / "trainer.log", tmp_path / "trainer.log.1"
+    with logging_as_it_was(), log.open("ab", buffering=0) as printed:
+        setup_logging("trainer", tmp_path, max_bytes=10_000)
+        for number in range(10_000):
+            printed.write(b"%09d\n" % number)
+        keep_log_within_size()
+        assert (log.stat().st_size, before.stat().st_size) == (0, 10_000)
+        assert before.read_text().splitlines() == [f"{number:09}" for number in range(9000, 10_000)]
+        printed.write(b"and on\n")
+        keep_log_within_size()
+    assert (log.read_text(), before.stat().st_size) == ("and on\n", 10_000)

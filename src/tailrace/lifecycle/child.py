@@ -29,6 +29,7 @@ from tailrace.lifecycle.heartbeats import Beat, Pulse, Ready
 from tailrace.lifecycle.open_files import raise_file_limit
 from tailrace.lifecycle.processes import Launch
 from tailrace.lifecycle.roles import EntryFunction, Role, resolve_entry
+from tailrace.reporting.logs import keep_log_within_size
 from tailrace.tracing.log_files import log_to_stderr
 from tailrace.tracing.stacks import STACKS
 
@@ -166,9 +167,10 @@ class _Parent:
             self._socket.sendall(msgspec.json.encode(message) + b"\n")
 
     def tell_beats(self, pulse: Pulse, every_s: float) -> None:
-        """Until the process ends. A parent that reads nothing holds this thread alone."""
+        """Until the process ends; the log is bounded meanwhile. A parent that reads nothing holds this thread alone."""
         while not self.is_gone.wait(every_s):
             self.tell(pulse.beat())
+            keep_log_within_size()
 
 
 def _take_standard_input() -> int:

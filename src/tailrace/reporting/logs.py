@@ -81,6 +81,10 @@ class _FileHandler(_LineHandler):
     def keep(self, text: str) -> None:
         self._file.append((text + "\n").encode(errors="backslashreplace"))
 
+    def keep_within_size(self) -> None:
+        """Whatever else writes into the file."""
+        self._file.keep_within_size()
+
     @override
     def close(self) -> None:
         self._file.close()
@@ -132,3 +136,12 @@ def setup_logging(
     logging.getLogger(_OURS).setLevel(min(to_file.level, logging.INFO))
     logging.captureWarnings(True)
     return recent
+
+
+def keep_log_within_size() -> None:
+    """Bound the file that `setup_logging` has chosen, where this process, or one that it started, writes into it by
+    itself: prints, libraries with handlers of their own, native code. To be called now and then, in any thread.
+    """
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, _FileHandler):
+            handler.keep_within_size()

@@ -29,7 +29,8 @@ class LogFile:
     def __init__(self, path: Path, what: str, *, max_bytes: int, is_shared: bool = False) -> None:
         """`what` is lost where it cannot be written, for people.
 
-        `is_shared`: another process writes into the same open file, which is therefore copied and emptied, not renamed.
+        `is_shared`: others write into the same open file, which is therefore copied and emptied, not renamed. They do
+        not look at its size, which `keep_within_size` does.
         """
         self._path, self._what, self._max_bytes, self._is_shared = path, what, max_bytes, is_shared
         self._writing = threading.Lock()
@@ -53,6 +54,10 @@ class LogFile:
             text = "%s is lost where the disk takes none, and only counted: %s cannot be written: %s"
             _logger.warning(text, self._what, self._path, self._first_error.strerror)
 
+    def keep_within_size(self) -> None:
+        """Turn it over if what others wrote has filled it. As `append`."""
+        self.append(b"")
+
     def close(self) -> None:
         """Something appended later opens it again."""
         with self._writing:
@@ -74,14 +79,17 @@ class LogFile:
             self._lose(len(rest), error)
 
     def _turned_over(self, file: FileIO) -> FileIO:
-        """An empty one; this one is the file before. Where that fails it is emptied all the same: it must not grow.
+        """An empty one; this one is the file before, or its end is, where others wrote more than that may hold. Where
+        that fails it is emptied all the same: it must not grow.
 
         Raises `OSError` where it has become the file before, and no new one can be opened.
         """
         before = self._path.with_name(f"{self._path.name}.1")
         try:
             if self._is_shared:
-                shutil.copyfile(self._path, before)
+                with self._path.open("rb") as full, before.open("wb") as kept:
+                    full.seek(max(0, full.seek(0, os.SEEK_END) - self._max_bytes))
+                    shutil.copyfileobj(full, kept)
             else:
                 self._path.replace(before)
         except OSError as error:
