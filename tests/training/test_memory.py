@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -10,7 +11,7 @@ from typing import Any, Literal
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen3Config
 
 from tailrace.generation.engines.torch.cache import SlotCache
 from tailrace.generation.engines.torch.model import SlotModel
@@ -98,6 +99,18 @@ def test_published_weights_are_counted_to_the_byte(
     assert planned(model_folder, settings, dtype).publication == total_bytes(copies)
     if settings.lora.publish != "adapters":
         assert state_dict_bytes(model_sizes(outline_of(str(model_folder))), dtype) == total_bytes(first.values())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("lora", [{}, LORA, {**LORA, "publish": "adapters"}], ids=["all weights", "merged", "adapters"])
+def test_weights_published_from_a_gpu_are_counted_as_torch_rounds_pinned_memory(
+    model_folder: Path, lora: dict[str, Any], dtype: Literal["float32", "bfloat16"]
+) -> None:
+    settings = TrainerSettings.model_validate({"lora": lora})
+    published = make_trainer(model_folder, settings).snapshot(dtype).wait().values()
+    on_gpu = planned(model_folder, settings.model_copy(update={"device": "cuda"}), dtype)
+    pinned = sum(2 ** math.ceil(math.log2(weight.nbytes)) for weight in published)
+    assert on_gpu.publication == pinned > total_bytes(published)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -214,13 +227,17 @@ QWEN3: dict[str, dict[str, Any]] = {
 """Of their published configurations."""
 
 
-def fits(name: str) -> str:
-    """A row of the table in docs/trainer.md."""
+def qwen3(name: str) -> PreTrainedModel:
     config = Qwen3Config(
         **QWEN3[name], num_key_value_heads=8, head_dim=128, vocab_size=151_936,
         tie_word_embeddings=name in ("Qwen3-0.6B", "Qwen3-1.7B", "Qwen3-4B"),
     )  # fmt: skip
-    outline = model_without_memory(config)
+    return model_without_memory(config)
+
+
+def fits(name: str) -> str:
+    """A row of the table in docs/trainer.md."""
+    outline = qwen3(name)
     sizes, cells = model_sizes(outline), []
     for lora in ({}, {"rank": 16}):
         for ranks in (1, 8):
@@ -239,6 +256,13 @@ def fits(name: str) -> str:
             card = next((str(card) for card in CARDS_GB if memory.device <= SPARE * card * 1e9), "none")
             cells.append(f"{memory.device / 1e9:.0f} ({card})")
     return f"| {name} | {sizes.weights / 1e9:.2f} | " + " | ".join(cells) + " |"
+
+
+def test_the_page_says_what_weights_on_their_way_take_in_pinned_memory() -> None:
+    sizes = model_sizes(qwen3("Qwen3-8B"))
+    exact, pinned = (state_dict_bytes(sizes, "bfloat16", pinned=pinned) / 1e9 for pinned in (False, True))
+    said = f"{pinned:.0f} GB for the {exact:.0f} that Qwen3-8B's are"
+    assert said in (Path(__file__).parents[2] / "docs" / "trainer.md").read_text()
 
 
 @pytest.mark.parametrize("name", QWEN3)

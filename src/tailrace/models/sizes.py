@@ -20,6 +20,9 @@ class ModelSizes:
     weights: int
     precise_weights: int
     """Of them, those that stay float32 where others are bfloat16: vectors, embeddings, head."""
+    pinned_weights: int
+    """What `weights` are in pinned memory: each tensor's number rounded up by `in_pinned_memory`."""
+    pinned_precise_weights: int
     inner_matrices: int
     """Of them, those in `inner_matrices`."""
     outer_weights: int
@@ -59,10 +62,13 @@ def model_sizes(model: PreTrainedModel) -> ModelSizes:
     outer = {id(weight) for end in ends for weight in end.parameters()}
     in_layers = sum(map(count_weights, layers))
     weights, heads = count_weights(model), config.num_attention_heads
+    precise = [one.numel() for one in model.parameters() if one.ndim == 1 or id(one) in outer]
     head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
     return ModelSizes(
         weights=weights,
-        precise_weights=sum(one.numel() for one in model.parameters() if one.ndim == 1 or id(one) in outer),
+        precise_weights=sum(precise),
+        pinned_weights=sum(in_pinned_memory(one.numel()) for one in model.parameters()),
+        pinned_precise_weights=sum(map(in_pinned_memory, precise)),
         inner_matrices=sum(one.numel() for one in inner_matrices(model)),
         outer_weights=weights - in_layers,
         layer_weights=max(map(count_weights, layers), default=0),
@@ -98,10 +104,24 @@ def is_matrix(name: str, weight: Tensor) -> bool:
     return weight.ndim > 1 and not name.endswith("bias")
 
 
-def state_dict_bytes(sizes: ModelSizes, dtype: Literal["float32", "bfloat16"], *, keeps_precise: bool = True) -> int:
-    """Of the weights in `dtype`, where vectors, embeddings and head may stay in float32."""
-    precise = sizes.precise_weights if keeps_precise else 0
-    return 4 * precise + {"float32": 4, "bfloat16": 2}[dtype] * (sizes.weights - precise)
+def state_dict_bytes(
+    sizes: ModelSizes, dtype: Literal["float32", "bfloat16"], *, keeps_precise: bool = True, pinned: bool = False
+) -> int:
+    """Of the weights in `dtype`, where vectors, embeddings and head may stay in float32; `pinned`: in pinned memory."""
+    weights, precise = sizes.weights, sizes.precise_weights
+    if pinned:
+        weights, precise = sizes.pinned_weights, sizes.pinned_precise_weights
+    precise = precise if keeps_precise else 0
+    return 4 * precise + {"float32": 4, "bfloat16": 2}[dtype] * (weights - precise)
+
+
+def in_pinned_memory(numbers: int) -> int:
+    """What a tensor of so many numbers takes there, in numbers: torch rounds its bytes up to a power of two.
+
+    >>> in_pinned_memory(1024), in_pinned_memory(1025)
+    (1024, 2048)
+    """
+    return 1 << (numbers - 1).bit_length()
 
 
 def count_weights(module: nn.Module) -> int:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from tailrace.models.sizes import ModelSizes, state_dict_bytes
+from tailrace.models.sizes import ModelSizes, in_pinned_memory, state_dict_bytes
 from tailrace.training.model.adapter import target_layers
 from tailrace.training.model.head import chunk_tokens
 from tailrace.training.settings.lora import LoraSettings
@@ -40,6 +40,8 @@ class AdapterSizes:
     """Numbers of an adapter's weights, and of those that it is added to."""
 
     weights: int = 0
+    pinned_weights: int = 0
+    """In pinned memory, as in `ModelSizes`."""
     layer_weights: int = 0
     """Of the largest decoder layer."""
     added_to: int = 0
@@ -95,12 +97,13 @@ def adapter_sizes(model: PreTrainedModel, lora: LoraSettings) -> AdapterSizes:
         return NO_ADAPTER
     layers = target_layers(model, lora)
     own = {name: lora.rank * sum(layer.weight.shape) for name, layer in layers.items()}
+    pinned = sum(in_pinned_memory(lora.rank * width) for layer in layers.values() for width in layer.weight.shape)
     by_layer: dict[str, int] = {}
     for name, count in own.items():
         block = name.split(".layers.")[-1].partition(".")[0]
         by_layer[block] = by_layer.get(block, 0) + count
     added_to = sum(layer.weight.numel() for layer in layers.values())
-    return AdapterSizes(sum(own.values()), max(by_layer.values()), added_to)
+    return AdapterSizes(sum(own.values()), pinned, max(by_layer.values()), added_to)
 
 
 def trainer_memory(
@@ -230,20 +233,27 @@ def head_bytes(sizes: ModelSizes, *, on_gpu: bool, trains_all: bool) -> int:
 
 
 def published_bytes(
-    sizes: ModelSizes, lora: LoraSettings, published: Literal["float32", "bfloat16"], adapter: AdapterSizes
+    sizes: ModelSizes,
+    lora: LoraSettings,
+    published: Literal["float32", "bfloat16"],
+    adapter: AdapterSizes,
+    *,
+    pinned: bool = False,
 ) -> int:
-    """Of what generators get after a step."""
+    """Of what generators get after a step; `pinned`: in pinned memory."""
     if lora.publishes_adapters:
-        return (2 if published == "bfloat16" else WIDE_BYTES) * adapter.weights
-    return state_dict_bytes(sizes, published)
+        weights = adapter.pinned_weights if pinned else adapter.weights
+        return (2 if published == "bfloat16" else WIDE_BYTES) * weights
+    return state_dict_bytes(sizes, published, pinned=pinned)
 
 
 def publication_bytes(
     sizes: ModelSizes, settings: TrainerSettings, published: Literal["float32", "bfloat16"], adapter: AdapterSizes
 ) -> int:
     """Of `Trainer.snapshot`: pinned copies for a GPU; on a CPU what was gathered, rounded or added up, and no more."""
-    whole = published_bytes(sizes, settings.lora, published, adapter)
-    if settings.lora.publishes_adapters or settings.device.startswith("cuda") or settings.ranks > 1:
+    on_gpu = settings.device.startswith("cuda")
+    whole = published_bytes(sizes, settings.lora, published, adapter, pinned=on_gpu)
+    if settings.lora.publishes_adapters or on_gpu or settings.ranks > 1:
         return whole
     if published == "bfloat16":
         return whole - WIDE_BYTES * sizes.precise_weights

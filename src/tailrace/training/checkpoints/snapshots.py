@@ -43,7 +43,10 @@ class Snapshot:
 
 
 class HostCopies:
-    """Copies a GPU model's weights to pinned memory while it computes. Allocates at the first copy."""
+    """Copies a GPU model's weights to pinned memory while it computes. Allocates at the first copy.
+
+    torch rounds each pinned tensor up to a power of two (`models.sizes.in_pinned_memory`): one for all weights, too.
+    """
 
     def __init__(self, device: torch.device, optimizer: torch.optim.Optimizer) -> None:
         self._device, self._stream = device, torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
