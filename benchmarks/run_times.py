@@ -117,7 +117,7 @@ def read_times(folder: Path) -> RunTimes:
         asked_s=np.array(_times_of("wait_for_batch", spans))[:, 0],
         sent_s=np.array(_times_of("send_batch", spans))[:, 1],
         installed_s=np.array(_times_of("change_weights", spans))[:, 1],
-        metrics=read_jsonl(folder / "metrics.jsonl"),
+        metrics=[*read_jsonl(folder / "metrics.jsonl")],
         folder=folder,
     )
 

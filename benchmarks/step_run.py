@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import statistics
 import tempfile
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -120,7 +121,11 @@ async def run_case(case: str, *, with_experts: bool, steps: int) -> list[RunRow]
 
 def phase_rows(case: str, metrics: Sequence[Metrics], total_s: float) -> Iterator[RunRow]:
     """The dearest phases, dearest first, what is left of `total_s`, and the trainer's time until tensors are ready."""
-    costs = {cost.name: cost.cost_s / len(metrics) for cost in total_costs(metrics)}
+    columns = defaultdict[str, list[float]](list)
+    for step in metrics:
+        for name, value in step.items():
+            columns[name].append(value)
+    costs = {cost.name: cost.cost_s / len(metrics) for cost in total_costs(columns)}
     shown = dict(islice(costs.items(), _PHASES_SHOWN))
     for name, cost_s in {**shown, "everything else": total_s - sum(shown.values())}.items():
         yield RunRow(case, name, cost_s, per_turn(cost_s), cost_s / total_s)

@@ -60,7 +60,7 @@ class RunResult:
 
     def metrics(self) -> list[dict[str, Any]]:
         """The lines of `metrics.jsonl`: one a step, and one for each evaluation beside training."""
-        return read_jsonl(self.folder / "metrics.jsonl")
+        return [*read_jsonl(self.folder / "metrics.jsonl")]
 
 
 async def train_async(

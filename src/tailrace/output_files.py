@@ -10,16 +10,24 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO
 
 from tailrace.errors import DataError, SettingsError
 
 
 def replace_durably(path: Path, content: bytes) -> None:
     """Whatever interrupts this, a loss of power too, the file is the old one or the new one. Raises `OSError`."""
+    with replacing_durably(path) as file:
+        file.write(content)
+
+
+@contextmanager
+def replacing_durably(path: Path) -> Iterator[IO[bytes]]:
+    """The same, of what is written within; meanwhile the old file may be read."""
     part = part_of(path)
     try:
         with part.open("wb") as file:
-            file.write(content)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         part.replace(path)

@@ -16,6 +16,8 @@ from tailrace.reporting.rollout_records import encode_line, rollout_record
 from tailrace.reporting.run_folder import choose_rollouts, read_run_folder
 from tailrace.reporting.sinks import read_jsonl, rollouts_path
 from tests.reporting.example_run import HOSTILE, a_message, a_rollout, write_example_run
+from tests.support.long_runs import METRICS, STEPS, write_long_metrics
+from tests.support.memory_peaks import at_most_at_once
 
 VOID = {"meta", "link", "img", "br", "input", "hr", "path", "use", "rect"}
 
@@ -155,6 +157,24 @@ def test_a_run_whose_lag_or_phases_are_all_zero_has_a_report_without_a_warning(
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="not a run folder"):
         write_report(tmp_path)
+
+
+def test_a_long_run_is_read_as_columns_of_numbers(tmp_path: Path) -> None:
+    write_long_metrics(tmp_path / "metrics.jsonl")
+    with at_most_at_once(2 * 16 * STEPS * METRICS):
+        run = read_run_folder(tmp_path)
+    column = run.series("phase/part_7/wall_s")
+    assert ([*column.steps], column.last) == ([*range(1, STEPS + 1)], STEPS / 7)
+
+
+def test_a_metric_is_of_the_lines_that_have_a_number_of_it(tmp_path: Path) -> None:
+    lines = ['{"step": 1, "reward/mean": 0.5}', '{"step": 2, "reward/mean": null, "staleness/max": 3}']
+    (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 3, "reward/mean": 1}', '{"step": 4, "rew']))
+    run = read_run_folder(tmp_path)
+    reward = run.series("reward/mean")
+    assert ([*reward.steps], [*reward.values]) == ([1, 3], [0.5, 1])
+    assert run.latest() == {"reward/mean": 1, "staleness/max": 3, "step": 3}
+    assert (run.names("reward/", "/mean"), run.series("training/loss").last) == (["reward/mean"], None)
 
 
 def test_best_median_and_worst_come_from_the_newest_steps(run_folder: Path) -> None:

@@ -169,7 +169,7 @@ def test_a_slow_disk_drops_and_counts_and_never_waits(tmp_path: Path, caplog: py
     assert caplog.text.count("dropped") == 2  # one line, which names the metric too
     release.set()
     assert writer.close()
-    assert len(read_jsonl(tmp_path / "metrics.jsonl")) == accepted.count(True)
+    assert len([*read_jsonl(tmp_path / "metrics.jsonl")]) == accepted.count(True)
 
 
 def test_rollouts_that_wait_for_a_slow_disk_are_bounded_by_their_number(tmp_path: Path) -> None:
@@ -233,7 +233,7 @@ def test_a_line_that_was_cut_short_costs_only_itself(tmp_path: Path) -> None:
     writer = BackgroundWriter()
     JsonlSink(path, writer).write({"step": 3, "training/loss": math.nan})
     assert writer.close()
-    assert read_jsonl(path) == [{"step": 1}, {"step": 3, "training/loss": None}]
+    assert [*read_jsonl(path)] == [{"step": 1}, {"step": 3, "training/loss": None}]
 
 
 def test_at_the_end_a_slow_disk_is_waited_for_as_long_as_it_finishes_what_it_is_given(tmp_path: Path) -> None:
@@ -301,7 +301,7 @@ def test_at_the_end_what_waits_for_a_disk_that_hangs_is_counted(
     assert "dropped (4)" in caplog.text
     release.set()
     assert has_ended.wait(PATIENCE_S)
-    assert read_jsonl(tmp_path / "metrics.jsonl") == []
+    assert [*read_jsonl(tmp_path / "metrics.jsonl")] == []
 
 
 def test_after_closing_records_are_counted_as_dropped(tmp_path: Path) -> None:
@@ -309,4 +309,4 @@ def test_after_closing_records_are_counted_as_dropped(tmp_path: Path) -> None:
     assert writer.close()
     assert not JsonlSink(tmp_path / "metrics.jsonl", writer).write({"step": 1})
     assert writer.dropped == 1
-    assert read_jsonl(tmp_path / "metrics.jsonl") == []
+    assert [*read_jsonl(tmp_path / "metrics.jsonl")] == []

@@ -10,6 +10,8 @@ import pytest
 from tailrace.reporting.sinks import JsonlSink
 from tailrace.reporting.totals import RunTotals, read_totals
 from tailrace.tracing.background import BackgroundWriter
+from tests.support.long_runs import STEPS, write_long_metrics
+from tests.support.memory_peaks import at_most_at_once
 
 LINES = [
     {
@@ -134,6 +136,14 @@ def test_an_evaluation_tells_its_course_and_is_no_step() -> None:
 )
 def test_what_is_no_metric_or_no_number_is_left_out(strange: dict[str, float | None]) -> None:
     assert vars(RunTotals([*LINES, strange])) == vars(RunTotals(LINES))
+
+
+def test_lines_of_a_file_are_added_one_by_one(tmp_path: Path) -> None:
+    line_bytes = write_long_metrics(tmp_path / "metrics.jsonl")
+    with at_most_at_once(50 * line_bytes):
+        totals = read_totals(tmp_path / "metrics.jsonl")
+    assert totals.clock_s == 2.0 * STEPS
+    assert totals.sum("phase/part_0/wall_s") == pytest.approx(STEPS * (STEPS + 1) / 14)
 
 
 def test_the_lines_of_a_file_come_to_what_they_came_to_when_they_were_written(tmp_path: Path) -> None:

@@ -24,6 +24,9 @@ from tailrace.run.folder import RunPaths, count_starts, record_settings, wind_ba
 from tests.run.runs import REPORT, RESUMED, length_ratio, records, rollouts, run_inline, tiny_settings, warm_from
 from tests.support.chrome_trace import crossings, read_trace, spans, tracks
 from tests.support.event_files import read_events
+from tests.support.long_runs import STEPS as LONG_STEPS
+from tests.support.long_runs import write_long_metrics
+from tests.support.memory_peaks import at_most_at_once
 
 STEPS = 4
 CHOSEN = (
@@ -60,6 +63,19 @@ def test_settings_and_metrics_that_are_replaced_outlive_a_loss_of_power(
     wind_back(paths, 1)
     assert paths.metrics.read_text() == '{"step": 1}\n'
     assert {path.stat().st_ino for path in (paths.settings, paths.recipe, paths.metrics, paths.root)} <= synced
+
+
+def test_a_long_run_is_wound_back_line_by_line(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    line_bytes = write_long_metrics(paths.metrics)
+    before = paths.metrics.read_bytes()
+    with at_most_at_once(50 * line_bytes):
+        wind_back(paths, LONG_STEPS - 900)
+    kept, gone = paths.metrics.read_bytes(), (paths.superseded / "metrics.jsonl").read_bytes()
+    assert (kept + gone, gone.count(b"\n")) == (before, 900)
+    inode = paths.metrics.stat().st_ino
+    wind_back(paths, LONG_STEPS - 900)
+    assert (paths.metrics.stat().st_ino, (paths.superseded / "metrics.jsonl").read_bytes()) == (inode, gone)
 
 
 def test_a_run_finishes_after_max_steps(summary: RunSummary) -> None:

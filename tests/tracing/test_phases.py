@@ -230,9 +230,12 @@ def test_the_line_of_a_step_begins_with_the_dearest_phase() -> None:
 
 
 def test_a_run_is_summed_up_phase_by_phase() -> None:
-    steps = [
-        {"phase/score/cpu_s": 1.0, "phase/score/lag_p99_s": lag_s, "phase/score/lag_max_s": lag_s, "reward/mean": 9.0}
-        for lag_s in (0.1, 0.3, 0.2)
-    ]
+    lags_s = [0.1, 0.3, 0.2]
+    steps = {
+        "phase/score/cpu_s": [1.0] * 3,
+        "phase/score/lag_p99_s": lags_s,
+        "phase/score/lag_max_s": lags_s,
+        "reward/mean": [9.0] * 3,
+    }
     (cost,) = total_costs(steps)
     assert (cost.name, cost.values) == ("score", {"cpu_s": 3.0, "lag_p99_s": 0.2, "lag_max_s": 0.3})

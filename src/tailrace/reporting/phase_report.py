@@ -48,7 +48,7 @@ ROW_HEADINGS = ("Phase", "CPU", "Wall", "Held the loop", "Lag p50", "Lag p99", "
 
 
 def phase_costs(metrics: Mapping[str, float]) -> list[PhaseCost]:
-    """The phases in a step's metrics, dearest first."""
+    """The phases in the metrics of a step, or of a run, dearest first."""
     found: dict[str, dict[str, float]] = {}
     for name, value in metrics.items():
         if (match := _METRIC.fullmatch(name)) is not None:
@@ -67,18 +67,15 @@ def phase_line(metrics: Mapping[str, float]) -> str:
     return "; ".join(cost.words() for cost in costs[:_SHOWN]) + rest
 
 
-def total_costs(steps: Sequence[Mapping[str, float]]) -> list[PhaseCost]:
-    """Over a run, dearest first: sums; of a lag's quantiles the median step's, of its maximum the highest."""
-    values: dict[str, dict[str, list[float]]] = {}
-    for step in steps:
-        for cost in phase_costs(step):
-            for key, value in cost.values.items():
-                values.setdefault(cost.name, {}).setdefault(key, []).append(value)
-    totals = [PhaseCost(name, {key: _total(key, of) for key, of in keys.items()}) for name, keys in values.items()]
-    return sorted(totals, key=lambda cost: -cost.cost_s)
+def total_costs(steps: Mapping[str, Sequence[float]]) -> list[PhaseCost]:
+    """Over a run, by each metric's values in its steps, dearest first: sums; of a lag's quantiles the median step's, of
+    its maximum the highest.
+    """
+    return phase_costs({name: _total(name, values) for name, values in steps.items() if _METRIC.fullmatch(name)})
 
 
-def _total(key: str, values: list[float]) -> float:
+def _total(name: str, values: Sequence[float]) -> float:
+    key = name.rpartition("/")[2]
     if key == "lag_max_s":
         return max(values)
     return sorted(values)[len(values) // 2] if key.startswith("lag_") else sum(values)

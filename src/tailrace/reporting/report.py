@@ -99,7 +99,7 @@ def _page(run: RunFolder, reward: Chart | None, views: Views | None) -> str:
         lines=[] if run.summary is None else summary_lines(run.summary),
         metrics=_metric_rows(run),
         phase_headings=ROW_HEADINGS,
-        phases=[cost.row() for cost in total_costs(run.steps)],
+        phases=[cost.row() for cost in total_costs({name: one.values for name, one in run.columns.items()})],
         views=views,
     )
 

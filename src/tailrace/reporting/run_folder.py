@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from array import array
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
@@ -50,36 +51,24 @@ class RunFolder:
     """Everything that a report is made of."""
 
     name: str
-    rows: list[dict[str, Json]]
-    """Lines of `metrics.jsonl`: `step`, `wall_s` and metrics by name."""
+    columns: Mapping[str, Series]
+    """Each metric of `metrics.jsonl` by name, in order of appearance, without the lines that do not have it."""
     rollouts: list[ChosenRollout]
     summary: RunSummary | None
     settings: str
     """The text of its settings, keys of servers masked."""
 
     def series(self, name: str) -> Series:
-        """One metric over the steps, without the lines that do not have it."""
-        points = [
-            (row["step"], float(row[name]))
-            for row in self.rows
-            if is_number(row.get(name)) and is_number(row.get("step"))
-        ]
-        return Series([step for step, _ in points], [value for _, value in points])
-
-    @property
-    def steps(self) -> list[dict[str, float]]:
-        """The metrics of each line, without what is no number."""
-        return [{name: float(value) for name, value in row.items() if is_number(value)} for row in self.rows]
+        """One metric over the steps; without a point where no line has it."""
+        return self.columns.get(name, Series((), ()))
 
     def names(self, prefix: str, suffix: str) -> list[str]:
         """Metric names of a family that occur, in order of appearance."""
-        found = {name: None for row in self.rows for name in row if name.startswith(prefix) and name.endswith(suffix)}
-        return list(found)
+        return [name for name in self.columns if name.startswith(prefix) and name.endswith(suffix)]
 
     def latest(self) -> dict[str, float]:
         """The newest value of every metric, by name."""
-        newest = {name: value for row in self.rows for name, value in row.items() if is_number(value)}
-        return {name: newest[name] for name in sorted(newest)}
+        return {name: self.columns[name].values[-1] for name in sorted(self.columns)}
 
 
 def read_run_folder(folder: Path) -> RunFolder:
@@ -91,11 +80,26 @@ def read_run_folder(folder: Path) -> RunFolder:
     settings = folder / "config.toml"
     return RunFolder(
         name=folder.resolve().name if summary is None else summary.name,
-        rows=read_jsonl(folder / METRICS_FILE),
+        columns=_read_columns(folder / METRICS_FILE),
         rollouts=choose_rollouts(folder / ROLLOUTS_FOLDER, token_steps),
         summary=summary,
         settings=masked_text(settings.read_text(encoding="utf-8", errors="replace")) if settings.is_file() else "",
     )
+
+
+def _read_columns(metrics: Path) -> dict[str, Series]:
+    """Numbers in arrays: as objects those of a long run come to gigabytes."""
+    found: dict[str, tuple[array[float], array[float]]] = {}
+    for row in read_jsonl(metrics):
+        if not is_number(step := row.get("step")):
+            continue
+        for name, value in row.items():
+            if is_number(value):
+                if (column := found.get(name)) is None:
+                    column = found[name] = array("d"), array("d")
+                column[0].append(step)
+                column[1].append(value)
+    return {name: Series(*column) for name, column in found.items()}
 
 
 def choose_rollouts(folder: Path, token_steps: Collection[int] = ()) -> list[ChosenRollout]:

@@ -175,9 +175,12 @@ def step_of_path(path: Path) -> int | None:
     return int(step) if kind in ("step", "evaluation") and step.isdecimal() else None
 
 
-def read_jsonl(path: Path) -> list[dict[str, Json]]:
-    """The objects of a file that `JsonlSink` wrote, without lines that a full disk cut short; none without the file."""
-    return [record for line in _lines(path) if isinstance(record := _decoded(line), dict)]
+def read_jsonl(path: Path) -> Iterator[dict[str, Json]]:
+    """The objects of a file that `JsonlSink` wrote, one by one: of a long run they come to gigabytes.
+
+    Without lines that a full disk cut short; none without the file.
+    """
+    return (record for line in _lines(path) if isinstance(record := _decoded(line), dict))
 
 
 def steps_of_rollouts(folder: Path) -> list[int]:

@@ -7,7 +7,8 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from tailrace.config import (
 )
 from tailrace.errors import DataError, SettingsError
 from tailrace.guards import guarded
-from tailrace.output_files import part_of, replace_durably
+from tailrace.output_files import part_of, replace_durably, replacing_durably
 from tailrace.reporting.sinks import step_of_path
 from tailrace.reporting.tokens.files import files_in
 from tailrace.run.notices import NOTICE
@@ -176,8 +177,7 @@ def _is_before_first_step(paths: RunPaths) -> bool:
     has_trained = any(path != paths.checkpoint(0) for path in paths.checkpoints.glob("step_*"))
     if has_trained or (paths.superseded / paths.metrics.name).exists():
         return False
-    lines = paths.metrics.read_bytes().splitlines() if paths.metrics.is_file() else []
-    return not any(map(_step_of, lines))
+    return not any(map(_step_of, _lines(paths.metrics)))
 
 
 def _left_by_starts(paths: RunPaths) -> set[Path]:
@@ -280,15 +280,11 @@ def wind_back(paths: RunPaths, step: int) -> None:
 
     Then metrics and rollouts are one history, that of the weights in use. Raises `DataError`.
     """
-    lines = paths.metrics.read_bytes().splitlines(keepends=True) if paths.metrics.is_file() else []
-    kept = [line for line in lines if _step_of(line) <= step]
     rollouts = [path for path in paths.rollouts.glob("*_*.jsonl") if (number := step_of_path(path)) and number > step]
     try:
-        if len(kept) < len(lines):
-            _append(paths.superseded / paths.metrics.name, b"".join(line for line in lines if _step_of(line) > step))
-            replace_durably(paths.metrics, b"".join(kept))
+        _wind_metrics_back(paths, step)
         for path in rollouts:
-            _append(paths.superseded / path.name, path.read_bytes())
+            _append(paths.superseded / path.name, [path.read_bytes()])
             path.unlink()
         for found in files_in(paths.tokens):
             if found.moment.step > step:
@@ -298,18 +294,32 @@ def wind_back(paths: RunPaths, step: int) -> None:
         raise DataError(f"cannot set aside the steps after {step} in {paths.root}: {error.strerror}") from error
 
 
+def _wind_metrics_back(paths: RunPaths, step: int) -> None:
+    """Line by line: those of a long run come to gigabytes. Raises `OSError`."""
+    goes = [_step_of(line) > step for line in _lines(paths.metrics)]
+    if not any(goes):
+        return
+    _append(paths.superseded / paths.metrics.name, compress(_lines(paths.metrics), goes))
+    with replacing_durably(paths.metrics) as file:
+        file.writelines(compress(_lines(paths.metrics), (not one for one in goes)))
+
+
 def count_starts(paths: RunPaths) -> int:
     """How often the run was started and its trainer came up, so far; once, however often that was started again."""
-    if not paths.events.is_file():
-        return 0
-    with paths.events.open("rb") as events:
-        return len({found.group(1) for line in events if (found := _STARTED.match(line))})
+    return len({found.group(1) for line in _lines(paths.events) if (found := _STARTED.match(line))})
 
 
-def _append(path: Path, data: bytes) -> None:
+def _lines(path: Path) -> Iterator[bytes]:
+    """With their ends; none without the file."""
+    if path.is_file():
+        with path.open("rb") as file:
+            yield from file
+
+
+def _append(path: Path, lines: Iterable[bytes]) -> None:
     path.parent.mkdir(exist_ok=True)
     with path.open("ab") as file:
-        file.write(data)
+        file.writelines(lines)
 
 
 def _step_of(line: bytes) -> int:

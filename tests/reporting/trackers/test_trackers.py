@@ -46,7 +46,7 @@ def test_a_tracker_is_told_what_the_folder_says(tmp_path: Path, caplog: pytest.L
     assert notes[0][:2] == ["run", "story"]
     assert notes[0][3:] == [False, SETTINGS]
     lines = [{"step": step, "wall_s": wall_s, **metrics} for kind, step, wall_s, metrics in _of(notes, "log")]
-    assert lines == LINES == read_jsonl(tmp_path / "metrics.jsonl")
+    assert lines == LINES == [*read_jsonl(tmp_path / "metrics.jsonl")]
     assert [note[1] for note in _of(notes, "histograms")] == [1, 2, 3]
     assert _of(notes, "histograms")[0][2]["histogram/reward"] == 5
     assert _of(notes, "rollouts") == [["rollouts", 2, [["g2/4", 1.0], ["g2/2", 0.5], ["g2/0", 0.0]]]]
