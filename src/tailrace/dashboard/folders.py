@@ -11,7 +11,6 @@ from pathlib import Path
 
 import msgspec
 
-from tailrace.dashboard.metric_columns import decoded
 from tailrace.dashboard.names import as_text
 from tailrace.dashboard.others import about
 from tailrace.dashboard.settings_view import Settings, read_settings
@@ -19,6 +18,7 @@ from tailrace.dashboard.tailing import first_lines, lines_backwards
 from tailrace.errors import DataError
 from tailrace.records import Json
 from tailrace.reporting.run_folder import METRICS_FILE, is_number
+from tailrace.reporting.sinks import decode_object
 from tailrace.reporting.summary import RunSummary, read_summary
 
 _MARKS = ("config.toml", METRICS_FILE, "events.jsonl", "summary.json")
@@ -252,7 +252,7 @@ def _answers(pid: int) -> bool:
 
 def _line_with(names: Collection[str], lines: Iterable[bytes]) -> dict[str, Json]:
     """The first of these lines of metrics that has one of the names; empty where none has."""
-    found = (line for line in map(decoded, lines) if line is not None)
+    found = (line for line in map(decode_object, lines) if line is not None)
     return next((line for line in found if any(name in line for name in names)), {})
 
 
@@ -260,7 +260,7 @@ def _held_out(metrics: Path, settings: Settings) -> float | None:
     """That of the newest evaluation; without a setting for more nobody pays for looking far back."""
     num_bytes = _FAR_BYTES if settings.integer("evaluation.every_steps") else _NEAR_BYTES
     for line in lines_backwards(metrics, num_bytes):
-        for name, value in ((decoded(line) or {}) if b'"eval/' in line else {}).items():
+        for name, value in ((decode_object(line) or {}) if b'"eval/' in line else {}).items():
             if name.startswith("eval/") and name.endswith("/reward/mean"):
                 return _number(value)
     return None

@@ -9,17 +9,14 @@ from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-import msgspec
 import numpy as np
 
 from tailrace.dashboard.tailing import Tail
-from tailrace.errors import DataError
-from tailrace.guards import guarded
 from tailrace.records import Json
 from tailrace.reporting.metrics import METRICS
 from tailrace.reporting.run_folder import is_number
+from tailrace.reporting.sinks import decode_object
 
-_LINE = msgspec.json.Decoder(dict[str, Json])
 _MOST_OF_A_KIND = 4_000
 """A line of nonsense must not become a column a name, nor six of each generator keep others' names out."""
 _KINDS = frozenset(name.partition("/")[0] for name in METRICS)
@@ -51,7 +48,7 @@ class MetricColumns:
             self.columns, self.count = {}, 0
             self._of_kind.clear()
         for line in self._tail.lines():
-            metrics = decoded(line)
+            metrics = decode_object(line)
             if metrics is not None and is_number(metrics.get("step")):
                 self._add(metrics)
 
@@ -111,12 +108,3 @@ def _kind_of(name: str) -> str:
     """What a name is counted with: alone where the table of metrics has it, else with its family's first word."""
     first = name.partition("/")[0]
     return name if name in METRICS else first if first in _KINDS else ""
-
-
-def decoded(line: bytes) -> dict[str, Json] | None:
-    """The object of a line; None for one that was cut short, or is none."""
-    try:
-        with guarded("a line was cut short", DataError):
-            return _LINE.decode(line)
-    except DataError:
-        return None

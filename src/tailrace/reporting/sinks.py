@@ -32,6 +32,8 @@ from tailrace.reporting.rollout_records import (
 from tailrace.tracing.background import BackgroundWriter
 from tailrace.tracing.phases import phase
 
+_OBJECT = msgspec.json.Decoder(dict[str, Json])
+
 
 class RunWriters:
     """The threads that write a run's files."""
@@ -180,7 +182,16 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Json]]:
 
     Without lines that a full disk cut short; none without the file.
     """
-    return (record for line in _lines(path) if isinstance(record := _decoded(line), dict))
+    return (record for line in _lines(path) if (record := decode_object(line)) is not None)
+
+
+def decode_object(line: bytes) -> dict[str, Json] | None:
+    """The object of such a line; None for one that was cut short, or is none."""
+    try:
+        with guarded("a line was cut short", DataError):
+            return _OBJECT.decode(line)
+    except DataError:
+        return None
 
 
 def steps_of_rollouts(folder: Path) -> list[int]:
@@ -224,14 +235,6 @@ def _lines(path: Path) -> Iterator[bytes]:
         for line in file:
             if stripped := line.strip():
                 yield stripped
-
-
-def _decoded(line: bytes) -> Json:
-    try:
-        with guarded("a line was cut short", DataError):
-            return msgspec.json.decode(line)
-    except DataError:
-        return None
 
 
 def _append_bytes(path: Path, data: bytes) -> None:
