@@ -28,8 +28,10 @@ def test_how_a_run_stands(tmp_path: Path) -> None:
     os.utime(run.folder / "owner.json", (then_s, then_s))  # before a reboot, say: another process has the number
     assert state_of(run.folder) is RunState.CRASHED
     ended = subprocess.Popen([sys.executable, "-c", ""])
-    ended.wait()
+    os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
     run.own(ended.pid)
+    assert state_of(run.folder) is RunState.CRASHED  # a zombie
+    ended.wait()
     assert state_of(run.folder) is RunState.CRASHED
     (run.folder / "owner.json").unlink()
     assert state_of(run.folder) is RunState.CRASHED

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 import msgspec
+import psutil
 
 from tailrace.dashboard.names import as_text
 from tailrace.dashboard.others import about
@@ -230,24 +231,12 @@ def _owner_is_alive(folder: Path) -> bool:
 
 def _process_is_alive(pid: int) -> bool:
     """A zombie is not."""
-    if pid <= 0:
-        return False
     try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return not Path("/proc/self").exists() and _answers(pid)
-    return state not in "ZX"
-
-
-def _answers(pid: int) -> bool:
-    """Where there is no /proc."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
+        return pid > 0 and psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.NoSuchProcess:
         return False
-    except OSError:
+    except psutil.AccessDenied:
         return True
-    return True
 
 
 def _line_with(names: Collection[str], lines: Iterable[bytes]) -> dict[str, Json]:
