@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import NoReturn
 
 from tailrace.config.serving import ServeSettings
-from tailrace.errors import SettingsError
 from tailrace.gateway import Gateway
 from tailrace.generation.engine_thread.generator import Generator
 from tailrace.generation.rpc.server import GeneratorServer, StandAlone
@@ -28,7 +27,7 @@ from tailrace.rollouts import ChatRenderer
 from tailrace.run.asked import asked_policies
 from tailrace.run.engines import build_engine, engine_factory, require_engine
 from tailrace.run.ranks import follow_rank, own_device, torchrun_rank
-from tailrace.transport.keys import read_http_key, read_or_write_keys, require_safe_address
+from tailrace.transport.keys import read_http_key, read_or_write_keys, require_safe_address, write_http_key
 from tailrace.transport.owned_folders import OwnedFolder, own_shared_memory, remove_leftovers
 from tailrace.transport.payloads.store import MemoryPayloadStore
 
@@ -119,11 +118,7 @@ def _http_key(path: Path | None, say: Callable[[str], None]) -> str:
     if path is None:
         say(f"the key of HTTP clients is {key}")
         return key
-    try:
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(key + "\n")
-    except OSError as error:
-        raise SettingsError(f"--http-key: cannot write the key file {path}: {error.strerror}") from error
+    write_http_key(path, key, "--http-key")
     say(f"wrote a new key for HTTP clients to {path}")
     return key
 

@@ -79,11 +79,7 @@ def read_keys(path: Path, setting: str) -> CurveKeys:
 def write_keys(path: Path, setting: str) -> CurveKeys:
     """Fresh keys in a new file that only this user can read. Raises `SettingsError` that names `setting`."""
     keys = CurveKeys.make()
-    try:
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            file.write(msgspec.json.format(msgspec.json.encode(keys)) + b"\n")
-    except OSError as error:
-        raise SettingsError(f"{setting}: cannot write the key file {path}: {error.strerror}") from error
+    _write_secret(path, msgspec.json.format(msgspec.json.encode(keys)), setting)
     return keys
 
 
@@ -107,6 +103,19 @@ def read_http_key(path: Path, setting: str) -> str:
     if not (key.isascii() and key.replace("-", "").replace("_", "").isalnum()):
         raise SettingsError(f"{setting}: {path} holds no key: letters, digits, - and _, on one line")
     return key
+
+
+def write_http_key(path: Path, key: str, setting: str) -> None:
+    """To a new file that only this user can read. Raises `SettingsError` that names `setting`."""
+    _write_secret(path, key.encode(), setting)
+
+
+def _write_secret(path: Path, secret: bytes, setting: str) -> None:
+    try:
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(secret + b"\n")
+    except OSError as error:
+        raise SettingsError(f"{setting}: cannot write the key file {path}: {error.strerror}") from error
 
 
 def require_safe_address(address: str, *, has_keys: bool, setting: str, key_setting: str) -> None:
