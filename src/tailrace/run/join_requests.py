@@ -37,8 +37,8 @@ from tailrace.run.folder import announcement_file, writing
 from tailrace.run.generators import Generators
 from tailrace.run.replica_pool import Place
 from tailrace.run.replica_sources import JoinedGenerator, contradiction
-from tailrace.transport.channels import CLOSE_LINGER_MS, PeerMonitor, encode, ipc_address, received
-from tailrace.transport.keys import CurveKeys, guard, keep_alive, read_or_write_keys, require_safe_address
+from tailrace.transport.channels import CLOSE_LINGER_MS, Listener, PeerMonitor, encode, ipc_address, received
+from tailrace.transport.keys import CurveKeys, read_or_write_keys, require_safe_address
 from tailrace.transport.owned_folders import own_socket_folder
 from tailrace.transport.payloads.accounts import PayloadAccounts
 
@@ -249,26 +249,19 @@ class JoinListener:
 
     def __init__(self, address: str, handler: JoinHandler, keys: CurveKeys | None = None, *, is_here: bool) -> None:
         self._handler, self._keys, self._is_here = handler, keys, is_here
-        self._context = zmq.asyncio.Context() if keys else zmq.asyncio.Context.instance()
-        self._socket = self._context.socket(zmq.ROUTER)
-        if address.startswith("tcp:"):
-            keep_alive(self._socket)
-        self._end_guard = guard(self._context, self._socket, keys) if keys else lambda: None
+        self._listener = Listener(address, keys)
         try:
-            self._socket.bind(address)
+            self._listener.bind()
         except zmq.ZMQError as error:
-            self._end()
             raise SettingsError(f"generator.join_address: cannot listen at {address}: {error}") from error
-        endpoint = self._socket.getsockopt(zmq.LAST_ENDPOINT)
-        assert isinstance(endpoint, bytes)
-        self.address = endpoint.decode()
+        self.address = self._listener.address
         """Where it listens; port 0 is resolved to the chosen one."""
         self._answering = asyncio.create_task(self._answer(), name=f"requests to join at {self.address}")
 
     async def _answer(self) -> None:
         """Waits for questions, one after the other, until the run is over."""
         while True:
-            sender, *frames = await received(self._socket)
+            sender, *frames = await received(self._listener.socket)
             answer: Answer
             try:
                 question = unpack_question(b"".join(frames))
@@ -278,19 +271,13 @@ class JoinListener:
             except Exception as error:  # of any kind: others may still join
                 _logger.exception("a generator that asks to join is not answered")
                 answer = Refused(f"the run cannot answer: {error!r}")
-            await self._socket.send_multipart([sender, encode(answer)])
+            await self._listener.socket.send_multipart([sender, encode(answer)])
 
     async def close(self) -> None:
         """Nobody may join any more."""
         self._answering.cancel()
         await asyncio.gather(self._answering, return_exceptions=True)
-        self._end()
-
-    def _end(self) -> None:
-        self._socket.close(linger=CLOSE_LINGER_MS)
-        self._end_guard()
-        if self._context is not zmq.asyncio.Context.instance():
-            self._context.term()
+        self._listener.close()
 
 
 @contextlib.asynccontextmanager

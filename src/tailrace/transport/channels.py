@@ -26,7 +26,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from tailrace.errors import CorruptData, PeerGone, SettingsError, TransportError
 from tailrace.guards import guarded
-from tailrace.transport.keys import CurveKeys
+from tailrace.transport.keys import CurveKeys, guard_all, keep_alive
 
 MAX_ADDRESS_CHARS = 107
 """Longest path of a Unix socket that Linux takes (macOS takes 103)."""
@@ -175,6 +175,47 @@ class PeerMonitor:
         """Before the socket itself is closed."""
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
+
+
+class Listener:
+    """A socket at which any number of others ask (ZMQ's ROUTER). Make it on a running event loop.
+
+    With keys only holders of the client's key get in, and its context is its own then: a context has one guard.
+    """
+
+    def __init__(self, address: str, keys: CurveKeys | None) -> None:
+        """Options of the `socket` may be set until it is to `bind`."""
+        self._address = address
+        self._context = zmq.asyncio.Context() if keys else zmq.asyncio.Context.instance()
+        self.socket = self._context.socket(zmq.ROUTER)
+        if address.startswith("tcp:"):
+            keep_alive(self.socket)
+        self._end_guard: Callable[[], None] = lambda: None
+        if keys:
+            keys.apply_to_server(self.socket)
+            self._end_guard = guard_all(self._context, keys)
+
+    def bind(self) -> None:
+        """Raises `zmq.ZMQError`, and is closed then."""
+        try:
+            self.socket.bind(self._address)
+        except zmq.ZMQError:
+            self.close()
+            raise
+
+    @property
+    def address(self) -> str:
+        """Where it listens; port 0 is resolved to the chosen one."""
+        return cast(bytes, self.socket.get(zmq.LAST_ENDPOINT)).decode()
+
+    def close(self) -> None:
+        """Answers that were sent before still arrive. Closing twice does nothing."""
+        if self.socket.closed:
+            return
+        self.socket.close(linger=CLOSE_LINGER_MS)
+        self._end_guard()
+        if self._context is not zmq.asyncio.Context.instance():
+            self._context.term()
 
 
 class Conversation(ABC):

@@ -188,9 +188,3 @@ def guard_all(context: zmq.asyncio.Context, keys: CurveKeys) -> Callable[[], Non
         authenticator.stop()
 
     return stop
-
-
-def guard(context: zmq.asyncio.Context, socket: zmq.asyncio.Socket, keys: CurveKeys) -> Callable[[], None]:
-    """Let only holders of the client's key in, before the socket binds. Returns what ends the guard."""
-    keys.apply_to_server(socket)
-    return guard_all(context, keys)

@@ -29,8 +29,8 @@ from tailrace.generation.rpc.uploads import UploadedModelStateDicts
 from tailrace.models.identity import ModelIdentity
 from tailrace.records import Completion, FinishReason, ModelStateDictRef
 from tailrace.tracing.phases import phase
-from tailrace.transport.channels import CLOSE_LINGER_MS, received
-from tailrace.transport.keys import CurveKeys, guard, keep_alive
+from tailrace.transport.channels import Listener, received
+from tailrace.transport.keys import CurveKeys
 from tailrace.transport.payloads.store import MemoryPayloadStore
 
 if TYPE_CHECKING:
@@ -91,18 +91,13 @@ class GeneratorServer:
         self._model = model or ModelIdentity("")
         self._report_every_s, self._stand_alone = report_every_s, stand_alone
         self._outboxes: dict[bytes, Outbox[AnyReply]] = {}
-        keys = stand_alone.keys if stand_alone else keys
-        self._context = zmq.asyncio.Context() if keys else zmq.asyncio.Context.instance()
-        self._socket = self._context.socket(zmq.ROUTER)
+        self._listener = Listener(address, stand_alone.keys if stand_alone else keys)
+        self._socket = self._listener.socket
         self._socket.set_hwm(0)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        if address.startswith("tcp:"):
-            keep_alive(self._socket)
-        self._end_guard = guard(self._context, self._socket, keys) if keys else lambda: None
         try:
-            self._socket.bind(address)
+            self._listener.bind()
         except zmq.ZMQError as error:
-            self.close()
             raise SettingsError(f"the generator cannot listen at {address} (--address): {error}") from error
         self._clients: dict[bytes, _Client] = {}
         self._tasks: dict[tuple[bytes, int], asyncio.Task[None]] = {}
@@ -121,9 +116,7 @@ class GeneratorServer:
     @property
     def address(self) -> str:
         """Where it listens; port 0 is resolved to the chosen one."""
-        endpoint = self._socket.getsockopt(zmq.LAST_ENDPOINT)
-        assert isinstance(endpoint, bytes)
-        return endpoint.decode()
+        return self._listener.address
 
     async def serve(self) -> None:
         """Answer calls until a client asks to close; the generator is closed then, and every call answered.
@@ -371,7 +364,4 @@ class GeneratorServer:
             return
         for outbox in [*self._outboxes.values()]:
             outbox.flush()
-        self._socket.close(linger=CLOSE_LINGER_MS)
-        self._end_guard()
-        if self._context is not zmq.asyncio.Context.instance():
-            self._context.term()
+        self._listener.close()
