@@ -17,7 +17,7 @@ import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import NoReturn, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 from typing_extensions import override
 
@@ -76,7 +76,10 @@ class FeedListener(Protocol):
 
 
 class OutsideTrainer(RunTrainer):
-    """Make it on a running event loop; it reads reports once somebody `listen`s."""
+    """Make it on a running event loop; it reads reports once somebody `listen`s.
+
+    One that is silent may come back: only one is gone that told what cannot be, or whose stream is lost.
+    """
 
     restarts = 0
 
@@ -87,6 +90,7 @@ class OutsideTrainer(RunTrainer):
 
         After the trainer's end they are read for `last_read_s` at most.
         """
+        super().__init__()
         self.samples = samples
         self._store, self._log, self._last_read_s = store, log, last_read_s
         self._listener: FeedListener | None = None
@@ -97,7 +101,6 @@ class OutsideTrainer(RunTrainer):
         """How the run is to end, as its owner says."""
         self._newest_weights = -1
         self._changed = asyncio.Event()
-        self._gone: asyncio.Future[TailraceError] = asyncio.get_running_loop().create_future()
         self._why_closed = ""
         self._working = [
             asyncio.create_task(self._guarded(work), name=name)
@@ -113,17 +116,6 @@ class OutsideTrainer(RunTrainer):
         """From now on this takes in what is told of samples."""
         self._listener = listener
         self._changed.set()
-
-    # --- what its owner waits for ------------------------------------------------------------------------------------
-
-    @override
-    async def watch(self) -> NoReturn:
-        raise await self.gone()
-
-    @override
-    async def gone(self) -> TailraceError:
-        """One that is silent may come back: only one is gone that told what cannot be, or whose stream is lost."""
-        return await asyncio.shield(self._gone)
 
     # --- what its owner learns from the event log --------------------------------------------------------------------
 

@@ -55,18 +55,21 @@ class RunTrainer(ABC):
     has_answered = False
     """Whether it told how training ended, ahead of the terminal record, which then comes within a time of its own."""
 
+    def __init__(self) -> None:
+        self._gone: asyncio.Future[TailraceError] = asyncio.get_running_loop().create_future()
+
     @property
     def is_loading(self) -> bool:
         """Whether it hears no request to stop yet, and has nothing to save: a life of it loads, or is yet to come."""
         return False
 
-    @abstractmethod
     async def watch(self) -> NoReturn:
         """Wait until the trainer ended early and is not started again, and raise why."""
+        raise await self.gone()
 
-    @abstractmethod
     async def gone(self) -> TailraceError:
         """Wait until there is no trainer any more, and none will come; why."""
+        return await asyncio.shield(self._gone)
 
     @abstractmethod
     def started(self, step: int) -> None:
@@ -120,6 +123,7 @@ class TrainerLives(RunTrainer):
     """Make it on a running event loop; it starts the trainer."""
 
     def __init__(self, starter: RoleStarter, log: MemoryEventLog, restarts: RestartHistory) -> None:
+        super().__init__()
         self.restarts = 0
         self._starter, self._log, self._history = starter, log, restarts
         self.batches = starter.transports.batch_sender()  # before there is a trainer that looks for them
@@ -133,7 +137,6 @@ class TrainerLives(RunTrainer):
         self._first_kept_life = 0
         """Before which none has weights that are needed: what the last one published may be on its way through the log
         until the next one starts."""
-        self._gone: asyncio.Future[TailraceError] = asyncio.get_running_loop().create_future()
         self._keeping = asyncio.create_task(self._keep(), name="lives of the trainer")
 
     # --- what its owner waits for ------------------------------------------------------------------------------------
@@ -143,14 +146,6 @@ class TrainerLives(RunTrainer):
     def is_loading(self) -> bool:
         """Ranks of another launcher are not killed with rank 0: they, too, need its word that training has ended."""
         return self._starter.launched is None and self._newest_begun < self.restarts
-
-    @override
-    async def watch(self) -> NoReturn:
-        raise await self.gone()
-
-    @override
-    async def gone(self) -> TailraceError:
-        return await asyncio.shield(self._gone)
 
     def keep(self, payloads: PayloadAccounts) -> None:
         """What batches refer to stays with them, for as long as they may be trained again."""
