@@ -426,26 +426,15 @@ async def _apart(work: Callable[[], ResultT], limit_s: float | None = None) -> R
 
     Raises `TimeoutError` then, and what `work` raised.
     """
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[ResultT] = loop.create_future()
-
-    def settle(outcome: Callable[[], ResultT]) -> None:
-        if done.done():
-            return
-        try:
-            done.set_result(outcome())
-        except Exception as error:  # noqa: BLE001 - raised where it is awaited
-            done.set_exception(error)
+    finished: Future[ResultT] = Future()
+    finished.set_running_or_notify_cancel()  # from now on, who waits no more does not cancel it
 
     def run() -> None:
-        finished: Future[ResultT] = Future()
         try:
             finished.set_result(work())
         except Exception as error:  # noqa: BLE001 - raised where it is awaited
             finished.set_exception(error)
-        with contextlib.suppress(RuntimeError):  # the loop has ended
-            loop.call_soon_threadsafe(settle, finished.result)
 
     threading.Thread(target=run, name="Ray", daemon=True).start()
     async with asyncio.timeout(limit_s):
-        return await done
+        return await asyncio.wrap_future(finished)
