@@ -208,10 +208,6 @@ class _Chunks(Events):
         yield b"data: " + msgspec.json.encode(ChatCompletions().error(failure)) + b"\n\n"
         yield b"data: [DONE]\n\n"
 
-    @override
-    def keep_alive(self) -> bytes:
-        return b": nothing sampled yet\n\n"
-
     def _chunk(self, delta: Mapping[str, Json], *, finish_reason: str | None = None, **more: Json) -> bytes:
         choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason, **more}
         return self._head + b',"choices":[' + msgspec.json.encode(choice) + b"]}\n\n"

@@ -121,7 +121,8 @@ class Stream(Protocol):
         """The dialect's error in a stream that has begun, and its end mark."""
 
     def keep_alive(self) -> bytes:
-        """Sent while nothing is sampled, so that no proxy closes the connection."""
+        """Sent while nothing is sampled, so that no proxy closes the connection: a comment, which clients skip."""
+        return b": nothing sampled yet\n\n"
 
 
 class Events(Stream, Protocol):

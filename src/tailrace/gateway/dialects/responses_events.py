@@ -90,10 +90,6 @@ class ResponsesEvents(Events):
         failed["error"] = {"code": error_kind(failure), "message": failure.message}
         yield self._event("response.failed", response=failed)
 
-    @override
-    def keep_alive(self) -> bytes:
-        return b": keep-alive\n\n"
-
     # ---- reasoning
 
     def _open_reasoning(self) -> Iterator[bytes]:

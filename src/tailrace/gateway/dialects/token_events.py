@@ -48,9 +48,5 @@ class TokenEvents(Stream):
         yield b"data: " + _encode(self._error(failure)) + b"\n\n"
         yield b"data: [DONE]\n\n"
 
-    @override
-    def keep_alive(self) -> bytes:
-        return b": nothing sampled yet\n\n"
-
     def _event(self, choices: list[dict[str, Json]], **more: Json) -> bytes:
         return b"data: " + _encode({"request_id": self._request_id, "choices": choices, **more}) + b"\n\n"
