@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, distribution
@@ -9,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, distribution
 from tailrace.config import RunSettings
 from tailrace.errors import SettingsError
 from tailrace.generation.settings import GeneratorSettings
-from tailrace.lifecycle.devices import DeviceNeed, assign_devices
+from tailrace.lifecycle.devices import DeviceNeed, assign_devices, visible_devices
 from tailrace.lifecycle.launchers import launcher_class
 from tailrace.run.teacher import TEACHER, teacher_settings
 from tailrace.training.settings.trainer import TrainerSettings
@@ -24,7 +25,7 @@ def role_devices(settings: RunSettings) -> dict[str, tuple[str, ...]]:
     if launcher.finds_devices:
         _require_transfer(settings, {})
         return {}
-    pool = launcher.devices()
+    pool = visible_devices(os.environ)
     is_elsewhere = not launcher.others_have.isdisjoint(settings.trainer.rank_names)
     needs = _needs(settings, pool, has_trainer=not is_elsewhere)
     if not launcher.runs_in_this_process:

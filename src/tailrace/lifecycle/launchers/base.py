@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from abc import ABC, abstractmethod
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +14,6 @@ from tailrace.config.restarts import RestartSettings
 from tailrace.config.shutdown import ShutdownSettings
 from tailrace.errors import LifecycleError
 from tailrace.lifecycle.cluster import ClusterPlan
-from tailrace.lifecycle.devices import visible_devices
 from tailrace.lifecycle.exit_codes import ExitCode
 from tailrace.lifecycle.roles import Role, RoleSpec
 from tailrace.transport.channels import wait_until
@@ -183,8 +181,8 @@ class RoleHandle(ABC):
 class Launcher(ABC):
     """Starts the roles of a run, notices at once when one leaves early, and stops them.
 
-    Use it as an async context manager: no role outlives it. A launcher has a `handle_class` and an `address`, and
-    `devices` of its own where roles are on other machines; what it owns it releases in `kill`, too.
+    Use it as an async context manager: no role outlives it. A launcher has a `handle_class` and an `address`; what it
+    owns it releases in `kill`, too.
     """
 
     handle_class: ClassVar[type[RoleHandle]]
@@ -235,11 +233,6 @@ class Launcher(ABC):
 
     async def let_go(self, name: str) -> None:  # noqa: B027 - as above
         """This role has left and is not started again soon: another may have its place."""
-
-    @classmethod
-    def devices(cls) -> tuple[str, ...]:
-        """Ids of the GPUs that roles can be given."""
-        return visible_devices(os.environ)
 
     # --- what its owner does -----------------------------------------------------------------------------------------
 
