@@ -7,12 +7,12 @@ import os
 import re
 import tomllib
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from operator import eq
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from tailrace.errors import SettingsError
+from tailrace.near_names import did_you_mean
 from tailrace.records import DEEPEST, is_too_deep
 
 Table: TypeAlias = dict[str, Any]
@@ -84,8 +84,7 @@ def read_settings_file(recipe: str) -> SettingsFile:
         path = recipe_folder() / f"{recipe}.toml"
         if not path.is_file():
             names = list(list_recipes())
-            close = get_close_matches(recipe, names, n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else "."
+            hint = did_you_mean(recipe, names) or "."
             known = f"Recipes: {', '.join(names)}. A file of your own ends in .toml"
             raise SettingsError(f"there is no recipe {recipe!r}{hint} {known}")
     try:

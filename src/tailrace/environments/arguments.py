@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from difflib import get_close_matches
 from typing import Any, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
 from tailrace.errors import SettingsError
+from tailrace.near_names import did_you_mean
 from tailrace.records import Json
 
 
@@ -45,8 +45,7 @@ def check_arguments(
 
 def unknown_argument(name: str, known: list[str], *, owner: str) -> SettingsError:
     """The error for an argument that nobody takes, naming the nearest one that exists."""
-    close = get_close_matches(name, known, n=1, cutoff=0.5)
-    hint = f"; did you mean {close[0]!r}?" if close else "."
+    hint = did_you_mean(name, known, cutoff=0.5) or "."
     said = f"environment.args.{name}: {owner} takes no such argument{hint} It takes: {', '.join(known) or 'none'}"
     return SettingsError(said, key=("args", name))
 

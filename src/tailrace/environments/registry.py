@@ -11,7 +11,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from difflib import get_close_matches
 from functools import partial
 from importlib.metadata import entry_points
 from typing import Any
@@ -29,6 +28,7 @@ from tailrace.environments.protocol import EnvironmentSpec
 from tailrace.environments.rows import Row, SplitRows
 from tailrace.environments.settings import EnvironmentSettings
 from tailrace.errors import DataError, SettingsError, TailraceError
+from tailrace.near_names import did_you_mean
 from tailrace.user_code import describe_failure, import_attribute
 
 ENTRY_POINT_GROUP = "tailrace.environments"
@@ -185,8 +185,7 @@ def _find(name: str) -> object:
     for entry_point in entry_points(group=ENTRY_POINT_GROUP, name=name):
         return import_attribute(entry_point.value, setting="environment.name")
     names = environment_names()
-    close = get_close_matches(name, names, n=1, cutoff=0.5)
-    hint = f"; did you mean {close[0]!r}?" if close else "."
+    hint = did_you_mean(name, names, cutoff=0.5) or "."
     raise SettingsError(
         f"environment.name is {name!r}, which is no environment{hint} "
         f"Known ones: {', '.join(names)}; or write your own as `module:attribute`"

@@ -15,7 +15,6 @@ from __future__ import annotations
 import ast
 import dataclasses
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from functools import cached_property, partial
 from typing import Any, get_type_hints
 
@@ -28,6 +27,7 @@ from tailrace.environments.rows import Row, SplitRows
 from tailrace.environments.single_turn import single_turn_agent
 from tailrace.errors import SettingsError
 from tailrace.extras import import_extra
+from tailrace.near_names import did_you_mean
 from tailrace.records import Json, Message, Task
 
 _COMPOSITE = "composite"
@@ -199,8 +199,7 @@ def _find(name: str) -> tuple[type, type]:
     datasets: dict[str, tuple[type, type]] = _import("reasoning_gym.factory").DATASETS
     if name in datasets:
         return datasets[name]
-    close = get_close_matches(name, datasets, n=1, cutoff=0.4)
-    hint = f"; did you mean {close[0]!r}?" if close else ""
+    hint = did_you_mean(name, datasets, cutoff=0.4)
     raise SettingsError(f"environment.args.dataset is {name!r}: reasoning-gym has no such data set{hint}")
 
 

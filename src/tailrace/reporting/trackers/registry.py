@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from difflib import get_close_matches
 from importlib.metadata import entry_points
 from typing import NamedTuple, cast
 
 from tailrace.errors import SettingsError
 from tailrace.extras import require_extra
+from tailrace.near_names import did_you_mean
 from tailrace.reporting.trackers.protocol import TrackedRun, Tracker
 from tailrace.user_code import import_attribute
 
@@ -71,8 +71,7 @@ def _path(name: str) -> str:
     for entry_point in entry_points(group=ENTRY_POINT_GROUP, name=name):
         return entry_point.value
     names = sorted({*BUILT_IN, *entry_points(group=ENTRY_POINT_GROUP).names})
-    close = get_close_matches(name, names, n=1, cutoff=0.5)
-    hint = f"; did you mean {close[0]!r}?" if close else "."
+    hint = did_you_mean(name, names, cutoff=0.5) or "."
     raise SettingsError(
         f"{SETTING}: {name!r} is no tracker{hint} Known ones: {', '.join(names)}; or write your own as "
         "`module:attribute`"
