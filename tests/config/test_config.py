@@ -763,7 +763,8 @@ def test_the_schedule_sets_the_default_staleness() -> None:
 def test_the_plan_says_every_budget_in_plain_words() -> None:
     settings = load_settings("quickstart", ["--max_steps", "50"])
     plan = plan_run(settings, {"alphabet-sort": 800})
-    assert plan.steps_per_epoch == 800 * settings.rollouts.group_size / settings.scheduling.batch_size
+    steps_per_epoch = 800 * settings.rollouts.group_size / settings.scheduling.batch_size
+    assert f"An epoch is about {steps_per_epoch:,.1f} steps, if no group is filtered." in plan.sentences
     assert plan.expected_steps == 50
     assert len(plan.sentences) == 9
 

@@ -42,8 +42,6 @@ class Plan:
 
     max_running: int
     """Rollouts that run at once, at most."""
-    steps_per_epoch: float
-    """Expected, when no group is filtered."""
     expected_steps: float
     """Until the run finishes by itself."""
     sentences: list[str]
@@ -77,7 +75,7 @@ def plan_run(settings: RunSettings, num_tasks: Mapping[str, int]) -> Plan:
         *_end(settings, steps_per_epoch, expected_steps),
         *_evaluation(settings),
     ]
-    return Plan(max_running, steps_per_epoch, expected_steps, sentences)
+    return Plan(max_running, expected_steps, sentences)
 
 
 def with_decay_end(settings: RunSettings, plan: Plan) -> RunSettings:
