@@ -42,6 +42,10 @@ CASES = {
         *(*FOLDER, *ON_GPUS, "--trainer.ranks", "8", "--generator.replicas", "4", "--generator.tensor_parallel", "4"),
         *("--generator.vllm.max_num_seqs", "256", "--generator.vllm.gpu_memory_utilization", "0.9"),
     ),
+    "generators on GPUs alone": (
+        *(*FOLDER, "--generator.engine", "vllm", "--generator.replicas", "9", "--trainer.device", "cpu"),
+        *("--placement", "redis", "--transport.redis.url", "redis://trainer@host:6379/0"),
+    ),
     "a trainer on a node of its own": (
         *(*FOLDER, *SPREAD, "--placement", "redis", "--transport.redis.url", "redis://trainer@host:6379/0"),
         *("--trainer.threads", "4"),
@@ -95,6 +99,16 @@ def test_generators_fill_nodes_one_after_the_other(capsys: pytest.CaptureFixture
     assert "nodes_of_generators=(1 1 2 2)\n" in script
     assert '--nodelist="$node" --cpus-per-task=5 --gres=gpu:4 ' in script
     assert '--nodelist="${nodes[0]}" --cpus-per-task=11 --gres=gpu:8 ' in script
+
+
+@pytest.mark.parametrize("arguments", CASES.values(), ids=CASES.keys())
+def test_a_step_without_gpus_asks_for_none_where_the_job_has_some(
+    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]
+) -> None:
+    script = rendered(capsys, "quickstart", *arguments)
+    steps = [line for line in script.splitlines() if '"${step[@]}"' in line]
+    asked = [re.search(r" --gres=(none|gpu:[1-9]\d*)(?: |$)", step) is not None for step in steps]
+    assert asked == ["#SBATCH --gres=" in script] * len(steps) != []
 
 
 def test_notice_comes_before_the_end_by_as_much_as_the_run_may_take(capsys: pytest.CaptureFixture[str]) -> None:

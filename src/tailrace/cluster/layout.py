@@ -59,6 +59,11 @@ class Layout:
         return tuple(node for need, node in zip(self.needs, self.nodes, strict=True) if need.role == GENERATOR)
 
     @property
+    def has_gpus(self) -> bool:
+        """Whether any role takes one."""
+        return any(need.gpus for need in self.needs)
+
+    @property
     def busiest_node_cpus(self) -> int:
         """CPUs that the roles of one node take, at most."""
         sums = [0] * self.num_nodes

@@ -170,7 +170,7 @@ def _header(settings: RunSettings, layout: Layout, options: SlurmOptions) -> lis
         "requeue": None,
         "signal": f"B:USR1@{notice_s}",
     }
-    if any(need.gpus for need in layout.needs):
+    if layout.has_gpus:
         values["gres"] = f"gpu:{options.node.gpus}"
     return [_directive(name, value) for name, value in (values | dict(map(_further, options.sbatch))).items()]
 
@@ -250,8 +250,9 @@ def _run(settings: RunSettings, recipe: str, overrides: Sequence[str], layout: L
 
 def _step(node: str, layout: Layout, role: str) -> str:
     need = layout.need(role)
-    gpus = f" --gres=gpu:{need.gpus}" if need.gpus else ""
-    return f'"${{step[@]}}" --nodelist="{node}" --cpus-per-task={need.cpus}{gpus}'
+    gpus = f"gpu:{need.gpus}" if need.gpus else "none"  # a step that asks for nothing waits for all GPUs of the job
+    gres = f" --gres={gpus}" if layout.has_gpus else ""
+    return f'"${{step[@]}}" --nodelist="{node}" --cpus-per-task={need.cpus}{gres}'
 
 
 def _words(arguments: Sequence[str], indent: str) -> str:
