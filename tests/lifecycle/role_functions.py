@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import json
 import os
 import resource
 import signal
@@ -61,6 +62,11 @@ async def print_much(role: Role) -> None:
     os.write(1, b"printed by native code\n" * 5_000)
     (folder / "running").write_text(str(os.getpid()))
     await asyncio.Event().wait()
+
+
+async def write_whole_environment(role: Role) -> None:
+    Path(role.spec.settings.decode(), "environment").write_text(json.dumps(dict(os.environ)))
+    role.ready()
 
 
 async def crash_when_stopped(role: Role) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -62,7 +61,7 @@ class RoleHost:
         own = Path(ray.__file__).parent  # what Ray brings along for itself
         sys.path[:] = [path for path in sys.path if own not in (Path(path), *Path(path).parents)]
         address = ray.util.get_node_ip_address()
-        spec = replace(order.spec, environment=_reached_at(address, order.spec.environment))
+        spec = replace(order.spec, environment=_reached_at(address, order.spec))
         self._launcher = _NodeLauncher(address, order)
         self._handle = self._launcher.start(spec, is_replaceable=True, life=order.life)
 
@@ -109,10 +108,14 @@ class _NodeLauncher(LocalLauncher):
         return f"tcp://{self._address}:0"
 
 
-def _reached_at(address: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """Variables of a role; ranks meet over the interface that has this address, not over one machine's loopback."""
-    if not any(name in environment for name in _INTERFACE_VARIABLES):
-        return dict(environment)
+def _reached_at(address: str, spec: RoleSpec) -> dict[str, str]:
+    """Variables of a role. Ranks, and a vLLM over several nodes, meet over the interface that has this address, not
+    over one machine's loopback or what its name leads to, unless the node's own environment names another.
+    """
+    if spec.share is None and not any(name in spec.environment for name in _INTERFACE_VARIABLES):
+        return dict(spec.environment)
     interfaces = psutil.net_if_addrs().items()
     own = next((name for name, known in interfaces if address in {one.address for one in known}), None)
-    return {**environment, **(dict.fromkeys(_INTERFACE_VARIABLES, own) if own else {})}
+    found = dict.fromkeys(_INTERFACE_VARIABLES, own) if own else {}
+    chosen = {name: os.environ[name] for name in _INTERFACE_VARIABLES if name in os.environ}
+    return {**spec.environment, **found, **chosen}
