@@ -104,6 +104,8 @@ def test_the_options_that_are_known_are_those_of_the_installed_vllm() -> None:
         ({"xyzzy": 3}, "generator.vllm.xyzzy: vLLM has no such option$"),
         ({"tensor_parallel_size": 2}, "write generator.tensor_parallel instead"),
         ({"logprobs_mode": "raw_logits"}, "generator.vllm.logprobs_mode cannot be chosen"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size cannot be chosen: a generator is given as many GPUs"),
+        ({"prefill_context_parallel_size": 2}, "prefill_context_parallel_size cannot be chosen: a generator is given"),
     ],
 )
 def test_an_option_that_cannot_be_is_refused_by_name(options: dict[str, object], message: str) -> None:

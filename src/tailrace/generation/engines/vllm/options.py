@@ -21,6 +21,7 @@ _SAID_BY_OURS = {
 }
 """Options that a setting of ours stands for, by that setting's name."""
 
+_GPUS = "a generator is given as many GPUs as generator.tensor_parallel says"
 _FIXED = {
     "tokenizer": "the engine sees token ids only",
     "skip_tokenizer_init": "the engine sees token ids only",
@@ -29,6 +30,8 @@ _FIXED = {
     "generation_config": "each request brings its own sampling settings",
     "override_generation_config": "each request brings its own sampling settings",
     "data_parallel_size": "generator.replicas runs several engines",
+    "pipeline_parallel_size": _GPUS,
+    "prefill_context_parallel_size": _GPUS,
 }
 """Options that the engine depends on, with the reason."""
 
