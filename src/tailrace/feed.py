@@ -80,7 +80,7 @@ class Feed:
         """
         self._name, self._leads = f"rank-{rank}", rank == 0
         place, self._end = _joined(where, self._name, patience_s)
-        self._weights = WeightAnnouncer(place.transfers)
+        self._weights = WeightAnnouncer(place.transfers, place.transfer_call_s)
         try:
             if self._leads:
                 self._end.report(TrainingBegan(consumer=self._name, step=step, version=version))

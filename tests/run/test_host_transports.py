@@ -18,6 +18,8 @@ from tailrace.records import ModelStateDictRef
 from tailrace.run.folder import RunPaths
 from tailrace.run.host_transports import HostTransports, TransportAddresses, host_transports
 from tailrace.transport.keys import CurveKeys
+from tailrace.transport.weights.transfer_sockets import TransferPlace
+from tailrace.transport.weights.transfers import TransferringModelStateDictStore
 from tests.run.runs import tiny_settings
 
 DIES_WITH_MEMORY = """
@@ -51,6 +53,22 @@ async def test_weights_between_gpus_are_asked_for_at_the_address_of_the_trainers
         assert ref.uri.startswith("tcp://127.0.0.1:")
         with transports.generator_ends("generator.0") as generator, generator.open(ref) as offered:
             assert offered.version == 1
+
+
+async def test_a_generator_that_hangs_in_a_transfer_is_given_up_before_those_that_wait_for_it_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls_s: list[float] = []
+
+    class Store(TransferringModelStateDictStore):
+        def __init__(self, place: TransferPlace, deadline_s: float) -> None:
+            super().__init__(place, deadline_s)
+            calls_s.append(deadline_s)
+
+    monkeypatch.setattr("tailrace.run.host_transports.TransferringModelStateDictStore", Store)
+    transports = transports_on_nodes(tmp_path, *ON_GPUS, "--generator.router.progress_deadline_s", "20")
+    async with transports.trainer(0, "tcp://127.0.0.1:0"):
+        assert calls_s == [10]
 
 
 async def test_weights_on_their_way_from_node_to_node_lie_in_the_memory_of_each(

@@ -185,8 +185,8 @@ class HostTransports(Transports):
             life = self.where.trainer_life
             store: ModelStateDictStore = SharedMemoryModelStateDictStore(self._shared_memory, life)
             if self._transfers_weights and rank == 0:
-                place, deadline_s = self._transfer_place(address), self._settings.trainer.collective_timeout_s
-                store = TransferringModelStateDictStore(place, deadline_s)
+                place = self._transfer_place(address)
+                store = TransferringModelStateDictStore(place, transfer_call_s(self._settings))
             elif self._brings_weights and rank == 0:
                 folder = NodeFolder(self.where.epoch, _host_of(address))
                 stack.callback(folder.leave)
@@ -394,6 +394,15 @@ def _host_of(address: str) -> str:
     return urlsplit(address).hostname or ""
 
 
+def transfer_call_s(settings: RunSettings) -> float:
+    """How long a generator may take for one call of a weight transfer.
+
+    All that are sent weights at that time wait for one that hangs, and none of them may count as stuck before it is
+    given up.
+    """
+    return settings.generator.router.progress_deadline_s / 2
+
+
 def redis_place(where: TransportAddresses, settings: RunSettings, url: str = "") -> RedisPlace:
     """Where one start of a run keeps its streams."""
     chosen = settings.transport.redis
@@ -444,7 +453,8 @@ async def host_transports(settings: RunSettings, paths: RunPaths, launcher: Laun
             await asyncio.to_thread(streams.remove_keys)
         if samples:
             chosen, sockets = settings.transport, str(shared_memory) if settings.transport.weights == "nccl" else ""
-            feed_place = FeedPlace(chosen.redis.url or samples, settings.name, chosen.redis.prefix, sockets)
+            url, call_s = chosen.redis.url or samples, transfer_call_s(settings)
+            feed_place = FeedPlace(url, settings.name, chosen.redis.prefix, sockets, call_s)
             with writing(paths.root):
                 stack.enter_context(announcement_file(paths.feed, msgspec.json.encode(feed_place)))
         yield transports

@@ -26,6 +26,8 @@ class FeedPlace(msgspec.Struct, frozen=True):
     """The run's `transport.redis.prefix`."""
     transfers: str = ""
     """The folder of sockets at which its generators ask for weights (`transport.weights = "nccl"`), on its host."""
+    transfer_call_s: float = 30.0
+    """How long one of them may take for a call of a transfer."""
 
     @classmethod
     def announcement_file(cls, folder: str | os.PathLike[str], patience_s: float) -> FeedPlace:

@@ -19,16 +19,15 @@ if TYPE_CHECKING:
 OutsideWeights: TypeAlias = "str | os.PathLike[str] | Mapping[str, torch.Tensor]"
 """A folder in Hugging Face layout, or tensors by the names that they have there."""
 
-_CALL_S = 600.0
-"""How long a generator may take for one call of a transfer."""
-
 
 class WeightAnnouncer:
     """The trainer's end: makes weights reachable, and says how."""
 
-    def __init__(self, transfers: str) -> None:
-        """`transfers` is where the run's generators ask for weights; empty where they read them in folders."""
-        self._transfers = transfers
+    def __init__(self, transfers: str, call_s: float) -> None:
+        """`transfers` is where the run's generators ask for weights, which may take so long for a call of a transfer;
+        empty where they read them in folders.
+        """
+        self._transfers, self._call_s = transfers, call_s
         self._offers: TransferringModelStateDictStore | None = None
 
     def tell(self, consumer: str, version: int, weights: OutsideWeights) -> WeightsWritten | WeightsOffered:
@@ -59,7 +58,7 @@ class WeightAnnouncer:
                 "transport.weights = \"nccl\" sends weights by the trainer's side of vLLM's own transfer: install the "
                 "vllm of the run's generators in this environment too, or leave weights in a folder"
             )
-        return TransferringModelStateDictStore(TransferPlace(Path(self._transfers)), _CALL_S, nccl_init_info)
+        return TransferringModelStateDictStore(TransferPlace(Path(self._transfers)), self._call_s, nccl_init_info)
 
 
 def _copied(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
