@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Self
 
@@ -77,6 +79,11 @@ class LoopbackEngine(WeightTransferEngine):  # type: ignore[misc]
         pass
 
 
+@dataclass
+class JoiningTrainerInit(LoopbackTrainerInit):
+    backend: ClassVar[str] = "joining"
+
+
 class LoopbackTrainer(TrainerWeightTransferEngine[LoopbackTrainerInit]):  # type: ignore[misc]
     """The trainer's side."""
 
@@ -109,6 +116,27 @@ class LoopbackTrainer(TrainerWeightTransferEngine[LoopbackTrainerInit]):  # type
         self.ended = True
 
 
+class JoiningTrainer(LoopbackTrainer):
+    """One that joins its group while workers are told to, as NCCL's does, and waits for them even where that failed."""
+
+    init_info_cls = JoiningTrainerInit
+    joined = threading.Event()
+
+    @classmethod
+    def trainer_init(
+        cls, init_info: LoopbackTrainerInit, *, client: VLLMWeightSyncClient, source: WeightSource | None = None
+    ) -> Self:
+        with ThreadPoolExecutor(1) as beside:
+            told = beside.submit(client.init_weight_transfer_engine, {})
+            cls.joined.wait()
+            told.result()
+        return cls(client=client, source=source)
+
+
+def joining_init_info(host: str, world_size: int) -> JoiningTrainerInit:
+    return JoiningTrainerInit(host, 0, world_size, rank=0)
+
+
 def init_info(host: str, world_size: int) -> LoopbackTrainerInit:
     """Of a group at a free port."""
     return LoopbackTrainerInit(host, free_port(host), world_size, rank=0)
@@ -116,10 +144,11 @@ def init_info(host: str, world_size: int) -> LoopbackTrainerInit:
 
 def register() -> None:
     """Make both sides known to vLLM, once in a process."""
-    factories: list[tuple[Any, Callable[..., object]]] = [
-        (WeightTransferEngineFactory, LoopbackEngine),
-        (WeightTransferTrainerFactory, LoopbackTrainer),
+    factories: list[tuple[Any, str, Callable[..., object]]] = [
+        (WeightTransferEngineFactory, BACKEND, LoopbackEngine),
+        (WeightTransferTrainerFactory, BACKEND, LoopbackTrainer),
+        (WeightTransferTrainerFactory, JoiningTrainerInit.backend, JoiningTrainer),
     ]
-    for factory, side in factories:
-        if BACKEND not in factory._registry:
-            factory.register_engine(BACKEND, side)
+    for factory, backend, side in factories:
+        if backend not in factory._registry:
+            factory.register_engine(backend, side)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import shutil
 import threading
-from collections.abc import Iterator
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -42,12 +45,21 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.xdist_group("vllm")
 
 DEADLINE_S = 120.0
+SOON_S = 5.0
+"""Far less than the trainer grants a call, and than a generator may be without progress."""
 
 
 def model(seed: int) -> PreTrainedModel:
     torch.manual_seed(seed)
     shape = {**SHAPE, "num_key_value_heads": 2, "head_dim": 32}
     return LlamaForCausalLM(LlamaConfig(**shape, tie_word_embeddings=False)).eval()
+
+
+def until(happened: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + SOON_S
+    while not happened():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
 
 
 def weights(seed: int) -> dict[str, torch.Tensor]:
@@ -194,6 +206,33 @@ def test_a_generator_that_dies_in_the_middle_ends_the_broadcast_to_it(
     for thread in served:
         thread.join(DEADLINE_S)
     assert [group.ended for group in groups] == [True]
+
+
+def test_an_engine_that_cannot_join_its_group_fails_with_its_own_error_while_the_trainer_waits_for_it(
+    place: TransferPlace,
+) -> None:
+    from tests.generation.engines.loopback_transfer import JoiningTrainer, joining_init_info
+
+    def fails(*_: object) -> None:
+        raise RuntimeError("no interface")
+
+    first = weights(1)
+    kept = weakref.ref(first["model.norm.weight"])
+    JoiningTrainer.joined.clear()
+    with (
+        closing(TransferringModelStateDictStore(place, DEADLINE_S, joining_init_info)) as store,
+        closing(TransferReceiver(place)) as receiver,
+        ThreadPoolExecutor(1) as beside,
+    ):
+        try:
+            own = pytest.raises(TransportError, match=r"init_weight_transfer_engine: RuntimeError: no interface$")
+            with own, receiver.open(store.publish(first, 1)) as offered:
+                beside.submit(offered.receive, 1, fails).result(SOON_S)
+            del first
+            store.publish(weights(2), 2)
+            until(lambda: kept() is None)
+        finally:
+            JoiningTrainer.joined.set()
 
 
 def test_a_trainer_that_is_gone_is_told_to_the_engine(

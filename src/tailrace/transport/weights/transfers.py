@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -162,7 +162,8 @@ class _Generator:
                 self._engine = WeightTransferTrainerFactory.trainer_init(info, client=self, source=self)
             self._engine.send_weights()
         except Exception as error:
-            _send(self._connection, _Done(f"{type(error).__name__}: {error}"))
+            with suppress(TransportError):  # it has left where the failure was its own
+                _send(self._connection, _Done(f"{type(error).__name__}: {error}"))
             raise TransportError(f"weights could not be sent: {error}") from error
         _send(self._connection, _Done())
 
@@ -203,6 +204,7 @@ class _Generator:
                 raise TransportError(f"vLLM's {method}: {done.error}")
         except TransportError:
             self.end()  # else a broadcast that runs beside this waits for ever
+            self._lent = None  # one that is yet to join its group has nothing to end, and may wait for long
             raise
 
 
@@ -226,14 +228,16 @@ class OfferedModelStateDict(ModelStateDict):
         """
         _send(self._connection, _Send(workers))
         while isinstance(call := _receive(self._connection), _Call):
-            error = ""
+            if call.method not in _CALLS:
+                raise TransportError(f"{call.method[:40]!r} is no call of a weight transfer")
             try:
-                if call.method not in _CALLS:
-                    raise TransportError(f"{call.method[:40]!r} is no call of a weight transfer")
                 answer(call.method, call.argument)
-            except Exception as failure:  # noqa: BLE001 - the trainer is told, and ends the transfer with it
-                error = f"{type(failure).__name__}: {failure}"
-            _send(self._connection, _Done(error))
+            except Exception as error:
+                why = f"{type(error).__name__}: {error}"
+                with suppress(TransportError):
+                    _send(self._connection, _Done(why))
+                raise TransportError(f"vLLM's {call.method}: {why}") from error  # the trainer may not come to tell it
+            _send(self._connection, _Done())
         if not isinstance(call, _Done):
             raise _out_of_turn(call)
         if call.error:
