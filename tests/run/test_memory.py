@@ -77,6 +77,7 @@ def test_weights_that_are_transferred_lie_on_the_gpu_twice() -> None:
     on_gpu = ("--trainer.device", "cuda", "--generator.engine", "vllm")
     text = described(*on_gpu, "--transport.weights", "nccl")
     assert f"On its GPU it needs up to {gigabytes(8 * WEIGHTS)} more" in text
+    assert f"and {gigabytes(4 * WEIGHTS)} for each older version that is still being sent" in text
     assert "0.0 MB for weights on their way" in text
     assert f"{gigabytes(4 * PINNED_WEIGHTS)} for weights on their way" in described(*on_gpu)
 

@@ -80,10 +80,11 @@ def _trainer(settings: RunSettings, sizes: ModelSizes, adapter: AdapterSizes) ->
         offloaded += f", {gigabytes(memory.offloaded_moments)} for the optimizer's moments"
     on_host, published, first = memory.host, memory.publication, "it" if trainer.ranks == 1 else "rank 0"
     if settings.transport.weights == "nccl":
-        on_gpu = 2 * published_bytes(sizes, trainer.lora, settings.model.dtype, adapter)
+        on_gpu = published_bytes(sizes, trainer.lora, settings.model.dtype, adapter)
         yield (
-            f"On its GPU {first} needs up to {gigabytes(on_gpu)} more, for weights on their way to the "
-            "generators: those of a step, and of the one before while they are sent."
+            f"On its GPU {first} needs up to {gigabytes(2 * on_gpu)} more, for weights on their way to the "
+            f"generators: those of a step, and of the one before; and {gigabytes(on_gpu)} for each older version "
+            "that is still being sent, where that takes longer than a step."
         )
         on_host, published = on_host - published, 0
     yield (

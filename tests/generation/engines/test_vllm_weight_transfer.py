@@ -235,6 +235,19 @@ def test_an_engine_that_cannot_join_its_group_fails_with_its_own_error_while_the
             JoiningTrainer.joined.set()
 
 
+def test_weights_that_were_sent_are_not_kept_while_their_generator_asks_for_no_others(
+    store: TransferringModelStateDictStore, place: TransferPlace
+) -> None:
+    first = weights(1)
+    kept = weakref.ref(first["model.norm.weight"])
+    with closing(TransferReceiver(place)) as receiver:
+        with receiver.open(store.publish(first, 1)) as offered:
+            offered.receive(1, lambda *_: None)
+        del first
+        store.publish(weights(2), 2)
+        until(lambda: kept() is None)
+
+
 def test_a_trainer_that_is_gone_is_told_to_the_engine(
     core: InprocClient, store: TransferringModelStateDictStore, place: TransferPlace
 ) -> None:

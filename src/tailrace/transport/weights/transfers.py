@@ -144,7 +144,7 @@ class _Generator:
         self._engine: TrainerWeightTransferEngine | None = None
 
     def lend(self, newest: ModelStateDict | None, version: int) -> None:
-        """Offer the newest weights, which are kept for this generator until it asks again."""
+        """Offer the newest weights, which are kept for this generator until it was sent them, or asks again."""
         if newest is None or newest.version < version:
             raise TransportError(f"no model state dict of version {version} is offered")
         self._lent = newest
@@ -165,6 +165,8 @@ class _Generator:
             with suppress(TransportError):  # it has left where the failure was its own
                 _send(self._connection, _Done(f"{type(error).__name__}: {error}"))
             raise TransportError(f"weights could not be sent: {error}") from error
+        finally:
+            self._lent = None
         _send(self._connection, _Done())
 
     def end(self) -> None:
