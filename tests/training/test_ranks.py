@@ -241,6 +241,30 @@ def test_ranks_wait_for_a_checkpoint_to_be_read_for_longer_than_for_an_exchange(
     assert found == [1, 1]
 
 
+def refuse_alone(ranks: JoinedRanks, model_folder: Path, written: Path) -> str:
+    """Rank 1 does not find what the others do: what each says of it."""
+
+    def refuse(path: Path) -> dict[str, Any]:
+        raise CheckpointError(f"{path.name} is not here")
+
+    if ranks.rank == 1:
+        pytest.MonkeyPatch().setattr(files, "read_trainer_state", refuse)
+    trainer = make_trainer(model_folder, ranks)
+    try:
+        trainer.restore(written)
+    except CheckpointError as error:
+        return str(error)
+    return "nobody refused it"
+
+
+def test_a_checkpoint_that_one_rank_alone_refuses_is_refused_by_all(model_folder: Path, tmp_path: Path) -> None:
+    alone = make_trainer(model_folder)
+    train(alone, range(1, 2))
+    written = alone.save_checkpoint(tmp_path / "checkpoints")
+    found = run_ranks(refuse_alone, 2, tmp_path / "ranks", model_folder, written)
+    assert found == ["rank 1: step_000001 is not here"] * 2
+
+
 class RowsOf:
     """This rank's end of a queue that holds one batch."""
 

@@ -200,6 +200,17 @@ def _read_checkpoint(
     path: Path, model: PreTrainedModel, optimizer: torch.optim.Optimizer, adapter: Adapter | None, ranks: Ranks
 ) -> TrainerState:
     ranks.agree(lambda: verify_checkpoint(path) if ranks.rank == 0 else None, of_checkpoint=True)
+    # A rank that fails here must be heard before the others read moments together, over the same connections.
+    state = ranks.agree(lambda: _read_own(path, model, adapter), of_checkpoint=True)
+    with guarded(f"checkpoint {path} does not fit this run's model", CheckpointError):
+        set_moments(read_moments(path / OPTIMIZER, model, ranks), model, optimizer)
+    with guarded(f"checkpoint {path} is damaged: {TRAINER_STATE} lacks something", CheckpointError):
+        _set_randomness(state["randomness"])
+        return msgspec.convert([state[name] for name in TrainerState._fields], TrainerState)
+
+
+def _read_own(path: Path, model: PreTrainedModel, adapter: Adapter | None) -> dict[str, Any]:
+    """What each rank reads by itself: the weights, into the model, and the trainer's state, which is returned."""
     require_own_kind(path, adapter)
     state = read_trainer_state(path)
     try:
@@ -209,12 +220,9 @@ def _read_checkpoint(
                 _load_weights(model, saved.state_dict())
             else:
                 adapter.load(path)
-            set_moments(read_moments(path / OPTIMIZER, model, ranks), model, optimizer)
     except ModelError as error:
         raise CheckpointError(f"checkpoint {path} does not fit this run's model: {error}") from error
-    with guarded(f"checkpoint {path} is damaged: {TRAINER_STATE} lacks something", CheckpointError):
-        _set_randomness(state["randomness"])
-        return msgspec.convert([state[name] for name in TrainerState._fields], TrainerState)
+    return state
 
 
 def read_trainer_state(path: Path) -> dict[str, Any]:
