@@ -7,7 +7,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from tailrace.records import Batch
 from tailrace.training import leading
 from tailrace.training.checkpoints import files
 from tailrace.training.checkpoints.files import Manifest, verify_checkpoint
+from tailrace.training.model.adapter import PlainWeight, plain_weights
 from tailrace.training.model.policy_model import PolicyModel
 from tailrace.training.model.sharding import share_out
 from tailrace.training.ranks import ALONE, JoinedRanks, Ranks
@@ -263,6 +264,42 @@ def test_a_checkpoint_that_one_rank_alone_refuses_is_refused_by_all(model_folder
     written = alone.save_checkpoint(tmp_path / "checkpoints")
     found = run_ranks(refuse_alone, 2, tmp_path / "ranks", model_folder, written)
     assert found == ["rank 1: step_000001 is not here"] * 2
+
+
+class SlowWeight(PlainWeight):
+    """Takes long to copy, once all ranks have gathered it."""
+
+    def whole(self, dtype: torch.dtype | None = None) -> Tensor:
+        found = super().whole(dtype)
+        time.sleep(DEADLINE_S + 1)
+        return found
+
+
+def copy_slowly(ranks: JoinedRanks, model_folder: Path, folder: Path, slow: int, ahead_bytes: int) -> Path:
+    """Rank 0, which keeps the weights, takes longer for one of them than any other exchange may last."""
+
+    def slowly(model: PreTrainedModel) -> Iterator[tuple[str, PlainWeight]]:
+        found = [*plain_weights(model)]
+        if ranks.rank == 0:
+            name, weight = found[slow]
+            found[slow] = name, SlowWeight(weight.own, weight.adapted)
+        yield from found
+
+    patch = pytest.MonkeyPatch()
+    patch.setattr(files, "plain_weights", slowly)
+    patch.setattr(files, "_MOST_AHEAD_BYTES", ahead_bytes)
+    trainer = make_trainer(model_folder, ranks)
+    train(trainer, range(1, 2), ranks)
+    return trainer.save_checkpoint(folder)
+
+
+@pytest.mark.parametrize(("slow", "ahead_bytes"), [(2, 0), (-1, 1 << 30)], ids=["one of many", "the last"])
+def test_ranks_wait_for_weights_to_be_copied_for_a_checkpoint_for_longer_than_for_an_exchange(
+    model_folder: Path, tmp_path: Path, slow: int, ahead_bytes: int
+) -> None:
+    asked = model_folder, tmp_path / "checkpoints", slow, ahead_bytes
+    written, _ = run_ranks(copy_slowly, 2, tmp_path / "ranks", *asked, deadline_s=DEADLINE_S)
+    assert verify_checkpoint(written).step == 1
 
 
 class RowsOf:

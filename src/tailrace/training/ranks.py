@@ -35,7 +35,7 @@ ValueT = TypeVar("ValueT")
 
 _FOREVER = datetime.timedelta(days=1000)
 _WRITING = datetime.timedelta(hours=1)
-"""How long a rank may take longer than another to read a checkpoint, or to write its part of one."""
+"""How long a rank may take longer than another to read a checkpoint, to copy what it holds, or to write its part."""
 _REPORTS_WITHIN_S = 5.0
 """How long a rank that lost another waits to hear from those that are left."""
 _FAILED, _LOST = "failed", "lost"
@@ -94,7 +94,9 @@ class JoinedRanks(Ranks):
             self._orders = dist.new_group(backend="gloo", timeout=_FOREVER)
             self._words = dist.new_group(backend="gloo", timeout=deadline)
             self.checkpoints = dist.new_group(backend="gloo", timeout=max(deadline, _WRITING))
-            """Over which ranks write checkpoints together, in a thread beside training, and read one before it."""
+            """Over which ranks copy a checkpoint's weights in step, write it together, in a thread beside training, and
+            read one before it.
+            """
             if ranks_per_row > 1:
                 self.row_group = self._make_row_group(ranks_per_row, deadline)
             self.gather(None)

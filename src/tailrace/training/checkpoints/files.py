@@ -52,6 +52,8 @@ if TYPE_CHECKING:
 
 MANIFEST = "manifest.json"
 _MOST_MANIFEST_BYTES = 64 << 20
+_MOST_AHEAD_BYTES = 1 << 30
+"""Of weights, which other ranks gather before rank 0 has copied them."""
 TRAINER_STATE = "trainer.pt"
 OPTIMIZER = "optimizer"
 _FORMAT = "tailrace-checkpoint-2"
@@ -172,11 +174,11 @@ def stage(
     """
     randomness = _randomness()
     with ranks.exchanging():
-        weights = _copy_weights(model, keep=ranks.rank == 0)
+        weights = _copy_weights(model, ranks)
         own = None if adapter is None else adapter.copy(keep=ranks.rank == 0)
     moments = copy_moments(model, optimizer, ranks)
     staged = StagedCheckpoint(folder, state, model, tokenizer, weights, moments, randomness, own, ranks)
-    ranks.agree(lambda: _begin(folder, staged.state.step) if ranks.rank == 0 else None)
+    ranks.agree(lambda: _begin(folder, staged.state.step) if ranks.rank == 0 else None, of_checkpoint=True)
     return staged
 
 
@@ -319,13 +321,22 @@ def _begin(folder: Path, step: int) -> None:
         raise _not_written(final, error) from error
 
 
-def _copy_weights(model: PreTrainedModel, *, keep: bool) -> dict[str, Tensor]:
-    """The model's state dict without adapters, whole and on the CPU; gathered by all ranks, kept where asked for."""
+def _copy_weights(model: PreTrainedModel, ranks: Ranks) -> dict[str, Tensor]:
+    """The model's state dict without adapters, whole and on the CPU; gathered by all ranks, kept by rank 0.
+
+    On GPUs the others wait for no copy, and the deadline of what they gather runs from when they ask for it: they meet
+    rank 0 now and then.
+    """
     copies: dict[str, Tensor] = {}
+    ahead_bytes = 0
     for name, weight in plain_weights(model):
         found = weight.whole()
-        if keep:
+        if ranks.rank == 0:
             copies[name] = torch.empty_like(found, device="cpu").copy_(found)
+        ahead_bytes += found.nbytes
+        if ahead_bytes >= _MOST_AHEAD_BYTES:
+            ahead_bytes = 0
+            ranks.agree(lambda: None, of_checkpoint=True)
     return copies
 
 
