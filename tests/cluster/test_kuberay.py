@@ -148,7 +148,7 @@ def test_only_a_run_that_may_grow_is_given_nodes_by_the_autoscaler(capsys: pytes
 def test_deadlines_are_those_that_the_run_makes_of_its_settings(capsys: pytest.CaptureFixture[str]) -> None:
     manifests = rendered(capsys, "--deadline_scale", "3")
     head = cluster(manifests)["headGroupSpec"]["template"]["spec"]
-    assert head["terminationGracePeriodSeconds"] == 3 * 70 + 10 + 3 + 10
+    assert head["terminationGracePeriodSeconds"] == 3 * 80 + 10 + 3 + 10
     for worker in workers(manifests).values():
         assert worker["template"]["spec"]["terminationGracePeriodSeconds"] == 3 * 15 + 10
 

@@ -139,7 +139,7 @@ def test_gpus_are_those_of_the_settings(capsys: pytest.CaptureFixture[str]) -> N
 def test_a_pod_has_as_long_to_end_as_its_run_may_take(capsys: pytest.CaptureFixture[str]) -> None:
     job = rendered(capsys, *IMAGE, "--shutdown.grace_s", "300")["Job", "quickstart"]
     pod = job["spec"]["template"]["spec"]
-    assert pod["terminationGracePeriodSeconds"] == 345 + 10 + 3 + 10
+    assert pod["terminationGracePeriodSeconds"] == 355 + 10 + 3 + 10
     (hook,) = pod["containers"][0]["lifecycle"].values()
     assert hook["exec"]["command"][-1] == "touch /data/runs/quickstart/preempt; sleep 3"
 
@@ -148,7 +148,7 @@ def test_deadlines_are_those_that_the_run_makes_of_its_settings(capsys: pytest.C
     slowly = ("--deadline_scale", "3", "--generator.router.start_deadline_s", "100")
     manifests = rendered(capsys, *IMAGE, *SPREAD, *slowly)
     pods = {key: one["spec"]["template"]["spec"] for key, one in manifests.items() if "template" in one.get("spec", {})}
-    assert pods["Job", "quickstart"]["terminationGracePeriodSeconds"] == 3 * 70 + 10 + 3 + 10
+    assert pods["Job", "quickstart"]["terminationGracePeriodSeconds"] == 3 * 80 + 10 + 3 + 10
     assert pods["StatefulSet", "quickstart-generators"]["terminationGracePeriodSeconds"] == 3 * 15 + 10
     found = containers(manifests)
     assert found["StatefulSet", "quickstart-generators"]["startupProbe"]["failureThreshold"] == 300 / 5

@@ -113,13 +113,13 @@ def test_a_step_without_gpus_asks_for_none_where_the_job_has_some(
 
 def test_notice_comes_before_the_end_by_as_much_as_the_run_may_take(capsys: pytest.CaptureFixture[str]) -> None:
     script = rendered(capsys, "quickstart", *FOLDER, "--shutdown.grace_s", "300")
-    assert "#SBATCH --signal=B:USR1@385\n" in script
+    assert "#SBATCH --signal=B:USR1@395\n" in script
 
 
 def test_deadlines_are_those_that_the_run_makes_of_its_settings(capsys: pytest.CaptureFixture[str]) -> None:
     slowly = ("--deadline_scale", "3", "--generator.router.start_deadline_s", "100")
     script = rendered(capsys, "quickstart", *FOLDER, *SPREAD, *slowly, "--observability.trackers", "wandb")
-    assert f"#SBATCH --signal=B:USR1@{3 * 70 + 10 + 30 + 30}\n" in script
+    assert f"#SBATCH --signal=B:USR1@{3 * 80 + 10 + 30 + 30}\n" in script
     train = next(command for command in commands_of(script) if command[1] == "train")
     assert "--generator.connect_wait_s=300" in train
 

@@ -14,7 +14,7 @@ import pytest
 from tailrace.errors import SettingsError
 from tailrace.run.evaluating import evaluate_model
 from tailrace.run.training import train
-from tests.run.runs import PATIENCE_S, WITHOUT_MODEL, command, records, rollouts, tiny_settings
+from tests.run.runs import PATIENCE_S, WITHOUT_MODEL, command, environment, records, rollouts, tiny_settings
 from tests.support import run_environments
 from tests.support.agent_environments import MISBEHAVING
 from tests.support.chrome_trace import read_trace, spans, tracks
@@ -105,6 +105,19 @@ def test_what_users_code_does_by_default_costs_its_own_rollouts_and_is_named(tmp
         finished = [record for record in ended[behave] if record["outcome"]["state"] != "failed"]
         assert len(finished) == (18 if behave == "well" else 2), behave
     assert "Agents of misbehaving run in an agent worker" in (run.folder / "logs" / "orchestrator.log").read_text()
+
+
+@pytest.mark.parametrize("how", ["raise", "hang"])
+def test_an_environment_that_cannot_be_closed_leaves_no_worker(tmp_path: Path, how: str) -> None:
+    chosen = (*environment("closing"), "--environment.args.how", how, "--shutdown.cancel_rollouts_s", "2")
+    with command(tmp_path, *WITHOUT_MODEL, *chosen, "--max_steps", "2") as run:
+        run.wait_until(lambda: bool(agent_workers(run.pid)))
+        workers = agent_workers(run.pid)
+        status, printed = run.wait()
+        assert (status, run.leftovers(), still_run(workers, PATIENCE_S)) == (0, [], []), printed
+    if how == "raise":
+        says = "environment 'closing' could not be closed: of the close"
+        assert says in (run.folder / "logs" / "agent_workers.log").read_text()
 
 
 async def test_an_evaluation_in_workers_is_the_one_on_the_loop(tmp_path: Path) -> None:

@@ -328,6 +328,24 @@ def test_agents_that_refuse_every_cancellation_do_not_keep_the_command_from_endi
     assert "admitted" in printed  # the summary
 
 
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ("raise", "environment 'closing' could not be closed: of the close"),
+        ("exit", "environment 'closing' could not be closed: 3"),
+        ("hang", "the close of environment 'closing' was given up before it had ended"),
+    ],
+)
+async def test_an_environment_that_cannot_be_closed_is_named_and_changes_nothing_of_the_run(
+    tmp_path: Path, how: str, says: str
+) -> None:
+    chosen = (*environment("closing"), "--environment.args.how", how, "--shutdown.cancel_rollouts_s", "2")
+    summary = await run_inline(tmp_path, *chosen, "--max_steps", "1")
+    assert (summary.status, summary.exit_code, summary.steps) == (RunStatus.FINISHED, 0, 1)
+    assert len(trained_tasks(tmp_path / "run")) == 4
+    assert (tmp_path / "run" / "logs" / "orchestrator.log").read_text().count(says) == 1
+
+
 @pytest.mark.parametrize("roles", ROLES)
 def test_users_threads_that_never_return_do_not_keep_the_command_from_ending(
     tmp_path: Path, roles: tuple[str, ...]

@@ -71,6 +71,11 @@ async def test_an_environment_that_no_worker_can_load_fails_the_evaluation_once(
         await evaluate_model(settings(*INLINE, *environment("loading_only_here"), *held_out))
 
 
+async def test_an_environment_that_cannot_be_closed_costs_no_figures(caplog: pytest.LogCaptureFixture) -> None:
+    assert len(await rewards(*INLINE, *environment("closing"), "--environment.args.how", "raise")) == 6
+    assert caplog.text.count("environment 'closing' could not be closed: of the close") == 1
+
+
 @pytest.mark.parametrize(("came_back", "says"), [(0, "20 of 20"), (1, "19 of 20"), (2, "")])
 @pytest.mark.parametrize("is_greedy", [False, True])
 def test_an_environment_of_which_hardly_a_rollout_came_back_could_not_be_evaluated(

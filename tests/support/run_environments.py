@@ -14,6 +14,7 @@ import time
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,6 +35,19 @@ async def answer(task: Task, policy: Policy) -> Reward:
 def words(count: int = 256, held_out: int = 8) -> EnvironmentSpec:
     rows = [{"word": f"word {number}"} for number in range(count)]
     return EnvironmentSpec(name="words", agent=answer, train_tasks=rows, held_out=held_out, trusted=True)
+
+
+def closing(how: str) -> EnvironmentSpec:
+    """What closes it raises, exits, or never ends."""
+
+    async def close() -> None:
+        if how == "exit":
+            sys.exit(3)
+        if how == "hang":
+            await asyncio.Event().wait()
+        raise ZeroDivisionError("of the close")
+
+    return replace(words(), name="closing", close=close)
 
 
 spelling = EnvironmentSpec(name="spelling", agent=answer, train_tasks=[{"word": "a"}, {"word": "b"}])

@@ -104,12 +104,12 @@ def stop_s(settings: RunSettings) -> int:
 
     >>> from tailrace.config import load_settings
     >>> stop_s(load_settings("quickstart")), stop_s(load_settings("quickstart", ["--observability.trackers=wandb"]))
-    (80, 110)
+    (90, 120)
     """
     shutdown, observability = settings.shutdown, settings.observability
     parts = (
         shutdown.grace_s,
-        shutdown.cancel_rollouts_s,
+        2 * shutdown.cancel_rollouts_s,
         shutdown.close_transports_s,
         shutdown.stop_generators_s,
         shutdown.close_event_log_s,

@@ -26,7 +26,12 @@ class ShutdownSettings(BaseModel):
         description="Seconds for the same after Ctrl-C, or where the run fails: from the wish to stop to the answer. A"
         " run that finishes has no such deadline.",
     )
-    cancel_rollouts_s: float = Field(10.0, gt=0, description="Seconds for rollouts to end that are cancelled.")
+    cancel_rollouts_s: float = Field(
+        10.0,
+        gt=0,
+        description="Seconds for rollouts to end that are cancelled, and as many for what they were played with: their"
+        " processes, which are killed then, and `close` of each environment.",
+    )
     close_transports_s: float = Field(5.0, gt=0, description="Seconds for the batch queue to close.")
     stop_generators_s: float = Field(10.0, gt=0, description="Seconds for generators to end.")
     close_event_log_s: float = Field(

@@ -268,7 +268,8 @@ class EnvironmentSpec:
     """Called once before a run by the process that starts it. Raises `SettingsError` where the environment cannot be
     played, because something that it reaches or starts does not answer."""
     close: Callable[[], Awaitable[None]] | None = None
-    """Called when no rollout is played any more, in each process that may have played some."""
+    """Called when no rollout is played any more, in each process that may have played some. What it raises is logged,
+    and it has `shutdown.cancel_rollouts_s` in the run's own process, 5 s in an agent worker."""
 
     def __post_init__(self) -> None:
         if (self.agent is None) == (self.environment is None):

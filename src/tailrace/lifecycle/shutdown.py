@@ -22,7 +22,7 @@ class ShutdownStage(enum.StrEnum):
     """What a shutdown does, in this order; the trainer's last save comes after the first."""
 
     CANCEL_ROLLOUTS = "cancel_rollouts"
-    """Admission stops with it."""
+    """Admission stops with it. It has its deadline once more for what rollouts were played with."""
     CLOSE_TRANSPORTS = "close_transports"
     STOP_GENERATORS = "stop_generators"
     CLOSE_EVENT_LOG = "close_event_log"

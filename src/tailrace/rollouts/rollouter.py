@@ -19,6 +19,7 @@ from tailrace.rollouts.agent_workers import AgentWorkers, PlayedRollout, WorkerP
 from tailrace.rollouts.agent_workers.messages import ScoredBy
 from tailrace.rollouts.attribution import drop_frames
 from tailrace.rollouts.chat.rendering import ChatRenderer, Renderer, RendererSource
+from tailrace.rollouts.closing import Closing, close_all
 from tailrace.rollouts.deadline import Attempts
 from tailrace.rollouts.endpoints import Endpoints, no_endpoints
 from tailrace.rollouts.environment import LoadedEnvironment
@@ -151,19 +152,23 @@ class Rollouter:
             await self._teacher.ready()
 
     async def close(self) -> None:
-        """End worker processes, connections, endpoints and what environments hold. No rollout may be running."""
-        async with asyncio.TaskGroup() as closing:
-            closing.create_task(self._workers.close())
-            if self._agents is not None:
-                closing.create_task(self._agents.close())
-            for judge in self._judges.values():
-                closing.create_task(judge.close())
-            for one in self._environments.values():
-                closing.create_task(_close(one.spec))
-            if self._teacher is not None:
-                closing.create_task(self._teacher.close())
-            if self._endpoints is not None:
-                closing.create_task(self._endpoints.close())
+        """End worker processes, connections, endpoints and what environments hold. No rollout may be running.
+
+        Whatever one of them raises is logged with its name, and keeps no other from its end; see `close_all`.
+        """
+        parts: dict[str, Closing] = {"the rollout workers": self._workers.close}
+        if self._agents is not None:
+            parts["the agent workers"] = self._agents.close
+        for name, judge in self._judges.items():
+            parts[f"the judge of environment {name!r}"] = judge.close
+        for name, one in self._environments.items():
+            if one.spec.close is not None:
+                parts[f"environment {name!r}"] = one.spec.close
+        if self._teacher is not None:
+            parts["the teacher"] = self._teacher.close
+        if self._endpoints is not None:
+            parts["the gateway"] = self._endpoints.close
+        await close_all(parts)
 
     def kill(self) -> None:
         """End the worker processes at once, without waiting; a process that is stopped would stay otherwise."""
@@ -423,9 +428,3 @@ def _source_of(renderer: Renderer) -> RendererSource:
         f"agent workers make their renderer of a model's folder, and cannot of a {type(renderer).__name__}: write "
         "rollouts.agent_workers = 0"
     )
-
-
-async def _close(spec: EnvironmentSpec) -> None:
-    """End what an environment holds."""
-    if spec.close is not None:
-        await spec.close()

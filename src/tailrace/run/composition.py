@@ -49,7 +49,7 @@ from tailrace.run.folder import RunPaths, writing
 from tailrace.run.orchestrator import Orchestrator
 from tailrace.run.outside import offered, waits_for_clients
 from tailrace.run.outside_trainer import OutsideTrainer
-from tailrace.run.parts import held_out_tasks, make_rollouter
+from tailrace.run.parts import held_out_tasks, open_rollouter
 from tailrace.run.scheduler_states import SchedulerStates
 from tailrace.run.started_roles import StartedRoles, start_roles
 from tailrace.run.teacher import make_teacher
@@ -180,7 +180,7 @@ async def compose(ground: RunGround) -> AsyncIterator[ComposedRun]:
         generate = RecordedGenerate(holding, observer.completion_sampled, observer.request_cancelled)
         gateway = Gateway(settings.gateway, model=settings.model.name)
         rollouter = await stack.enter_async_context(
-            make_rollouter(
+            open_rollouter(
                 settings,
                 environments,
                 renderer=ground.renderer,

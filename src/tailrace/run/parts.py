@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from types import MappingProxyType
 
@@ -15,6 +16,7 @@ from tailrace.environments.registry import is_built_in
 from tailrace.errors import DataError, EnvironmentFailed, SettingsError
 from tailrace.gateway import Gateway
 from tailrace.lifecycle.launchers import launcher_class
+from tailrace.lifecycle.shutdown import ShutdownStage, run_stage
 from tailrace.models.loading import require_weights, tokenizer_folder
 from tailrace.records import Generate, Task
 from tailrace.rollouts import ChatRenderer, LoadedEnvironment, Rollouter
@@ -170,7 +172,8 @@ def within_own_context(settings: RunSettings, renderer: ChatRenderer) -> RunSett
     return settings.model_copy(update={"model": model.model_copy(update={"max_model_tokens": own})})
 
 
-def make_rollouter(
+@asynccontextmanager
+async def open_rollouter(
     settings: RunSettings,
     environments: Mapping[str, LoadedEnvironment],
     *,
@@ -180,10 +183,13 @@ def make_rollouter(
     paths: RunPaths | None = None,
     gateway: Gateway | None = None,
     agent_places: Sequence[WorkerPlace] | None = None,
-) -> Rollouter:
-    """The rollouter over all environments. `paths` and `gateway`, which it closes, are a run's, where there is one."""
+) -> AsyncIterator[Rollouter]:
+    """The rollouter over all environments. `paths` and `gateway`, which it closes, are a run's, where there is one.
+
+    On leaving, it is closed within `shutdown.cancel_rollouts_s`; what is left of its processes then is killed.
+    """
     watched = settings.observability
-    return Rollouter(
+    rollouter = Rollouter(
         settings.rollouts,
         environments,
         renderer=renderer,
@@ -207,3 +213,10 @@ def make_rollouter(
         ),
         agent_places=agent_places,
     )
+    try:
+        yield rollouter
+    finally:
+        try:
+            await run_stage(ShutdownStage.CANCEL_ROLLOUTS, settings.shutdown, rollouter.close)
+        finally:
+            rollouter.kill()

@@ -15,7 +15,7 @@ from tailrace.lifecycle.event_loop import first_done
 from tailrace.rollouts import ChatRenderer, LoadedEnvironment, Rollouter
 from tailrace.run.orchestrator import root_cause
 from tailrace.run.outside import require_inside
-from tailrace.run.parts import make_renderer, make_rollouter, within_own_context
+from tailrace.run.parts import make_renderer, open_rollouter, within_own_context
 from tailrace.run.started_roles import Watch, open_generate
 
 ResultT = TypeVar("ResultT")
@@ -81,7 +81,7 @@ async def playing(
         settings = with_scaled_deadlines(within_own_context(settings, renderer))
         async with (
             open_generate(settings, folder) as (generate, failed),
-            make_rollouter(settings, environments, renderer=renderer, generate=generate) as rollouter,
+            open_rollouter(settings, environments, renderer=renderer, generate=generate) as rollouter,
         ):
             try:  # all rollouts meet the failure of their generators
                 await rollouter.start()

@@ -25,6 +25,9 @@ from tailrace.rollouts.workers.starting import worker_environment
 from tailrace.tracing.output_log import OutputLog
 from tailrace.tracing.stacks import STACKS
 
+KILLED_S = 4.0
+"""Seconds in which a process that was killed is seen to have ended."""
+
 
 @dataclass(frozen=True, slots=True)
 class ProcessEnd:

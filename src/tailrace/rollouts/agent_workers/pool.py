@@ -19,6 +19,7 @@ from tailrace.rollouts.agent_workers.places import LocalPlace, WorkerPlace
 from tailrace.rollouts.agent_workers.watching import AgentWorkerFigures, WorkerWatch
 from tailrace.rollouts.agent_workers.worker import AgentWorker
 from tailrace.rollouts.chat.rendering import RendererSource
+from tailrace.rollouts.closing import close_all
 from tailrace.rollouts.endpoints import Endpoints
 from tailrace.rollouts.run_facts import RunFacts
 from tailrace.rollouts.scoring import JudgeUsage
@@ -147,12 +148,8 @@ class AgentWorkers:
         for keeper in self._keepers:
             keeper.cancel()
         await asyncio.gather(*self._keepers, return_exceptions=True)
-        async with asyncio.TaskGroup() as closing:
-            for worker in self._workers:
-                closing.create_task(worker.close())
-        async with asyncio.TaskGroup() as closing:
-            for place in self._places:
-                closing.create_task(place.close())
+        await close_all({worker.name: worker.close for worker in self._workers})
+        await close_all({f"the place of agent worker {n}": place.close for n, place in enumerate(self._places)})
         if self._output is not None:
             await asyncio.to_thread(self._output.close)
 

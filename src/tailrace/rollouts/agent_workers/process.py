@@ -58,6 +58,7 @@ from tailrace.rollouts.agent_workers.messages import (
 from tailrace.rollouts.agent_workers.segments import BranchWriter
 from tailrace.rollouts.attribution import attribute_errors, exit_refused
 from tailrace.rollouts.chat import ChatRenderer
+from tailrace.rollouts.closing import Closing, close_all
 from tailrace.rollouts.deadline import Attempts
 from tailrace.rollouts.endpoints import Endpoints
 from tailrace.rollouts.environment import LoadedEnvironment
@@ -148,15 +149,19 @@ class AgentWorkerProcess:
                     with self._ending_when_held(settings.agent_block_s, phases):
                         await self._beat_until_closed(settings.agent_block_s, lag, phases)
         finally:
-            await workers.close()
-            for chat in self._chats.values():
-                await chat.close()
-            for environment in self._environments.values():
-                if environment.spec.close is not None:
-                    await environment.spec.close()
-            if self._endpoints is not None:
-                await self._endpoints.close()
+            await self._close(workers)
             faulthandler.cancel_dump_traceback_later()
+
+    async def _close(self, workers: WorkerPool) -> None:
+        parts: dict[str, Closing] = {"the rollout workers": workers.close}
+        for name, chat in self._chats.items():
+            parts[f"the judge of environment {name!r}"] = chat.close
+        for name, environment in self._environments.items():
+            if environment.spec.close is not None:
+                parts[f"environment {name!r}"] = environment.spec.close
+        if self._endpoints is not None:
+            parts["the gateway"] = self._endpoints.close
+        await close_all(parts)
 
     # ---- what it is started with
 

@@ -51,7 +51,7 @@ from tailrace.rollouts.agent_workers.messages import (
     unpack_report,
     unpack_rollout_report,
 )
-from tailrace.rollouts.agent_workers.places import ProcessEnd, WorkerPlace, WorkerProcess
+from tailrace.rollouts.agent_workers.places import KILLED_S, ProcessEnd, WorkerPlace, WorkerProcess
 from tailrace.rollouts.agent_workers.watching import BeatSums
 from tailrace.rollouts.deadline import CANCEL_S
 from tailrace.rollouts.scoring import JudgeUsage
@@ -194,7 +194,9 @@ class AgentWorker:
                     await process.ended()
             self._kill("it did not end")
             self._connection.abort()
-            await asyncio.wait(self._ends)
+            _, waiting = await asyncio.wait(self._ends, timeout=KILLED_S + LEAVE_S)
+            for end in waiting:  # the system holds it
+                end.cancel()
             await self._lose_all(WorkerLost(f"{self.name} was closed"))
             process.close()
             self._process = None

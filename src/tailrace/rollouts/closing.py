@@ -1,0 +1,36 @@
+"""Ends what rollouts were played with, each part by itself: some of it is users' code, which may fail or never end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from typing import TypeAlias
+
+from tailrace.rollouts.attribution import text_of
+
+Closing: TypeAlias = Callable[[], Awaitable[object]]
+
+_logger = logging.getLogger(__name__)
+
+
+async def close_all(parts: Mapping[str, Closing]) -> None:
+    """Close them all at once, by their names. What one raises is logged, and raised nowhere.
+
+    Cancelling this cancels those that have not ended, and names them in the log with the line that they wait in.
+    """
+    async with asyncio.TaskGroup() as closing:
+        for name, close in parts.items():
+            closing.create_task(_close(name, close), name=f"close of {name}")
+
+
+async def _close(name: str, close: Closing) -> None:
+    try:
+        await close()
+    except asyncio.CancelledError as cancelled:
+        _logger.error("the close of %s was given up before it had ended", name, exc_info=cancelled)
+        raise
+    except (GeneratorExit, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # users' code may exit as well
+        _logger.error("%s could not be closed: %s", name, text_of(error), exc_info=error)
