@@ -43,7 +43,7 @@ class LoadedEnvironment:
 
     @property
     def deadline(self) -> TimeLimit:
-        """From when a rollout is admitted."""
+        """From when a rollout is admitted, or, where it is played in an agent worker, from when one takes it."""
         return self.timeout._replace(limit_s=_AGES_S) if self.is_outside else self.timeout
 
     def offer(self, task: Task, tell: AnswerClient | None = None) -> Offer:

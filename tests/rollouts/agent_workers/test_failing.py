@@ -173,6 +173,30 @@ async def test_a_worker_that_has_played_may_be_killed_again_and_again_while_it_i
         assert (await run.rollout()).turns == 2
 
 
+class SlowMachine(LocalPlace):
+    """One that takes its time to start a process."""
+
+    start_s = 0.0
+
+    @override
+    async def start(self, protocol: asyncio.Protocol) -> LocalProcess:
+        await asyncio.sleep(self.start_s)
+        return await super().start(protocol)
+
+
+async def test_time_for_which_there_is_no_worker_counts_towards_no_rollouts_limit(renderer: ChatRenderer) -> None:
+    limit_s = 2.0
+    machine = SlowMachine(None)
+    async with Run(renderer, places=[machine], timeout_s=limit_s) as run:
+        await run.rollout()
+        machine.start_s = 1.5 * limit_s
+        os.kill(run.agents.pids()["agent_worker_0"], signal.SIGKILL)
+        await until(lambda: run.agents.flush_figures()[0].restarts == 1)
+        rollouts = await asyncio.gather(*(run.rollout() for _ in range(4)))
+    assert [rollout.turns for rollout in rollouts] == [2] * 4
+    assert all(rollout.ended_s - rollout.started_s > limit_s for rollout in rollouts)
+
+
 class Machine(LocalPlace):
     """One that may have no memory for another process."""
 

@@ -75,8 +75,6 @@ class Play(_Message, frozen=True, kw_only=True):
     group_id: GroupId
     task: bytes
     sampling: SamplingParams
-    elapsed_s: float
-    """Since it was started."""
     attempt: int
     is_evaluation: bool
 

@@ -324,7 +324,7 @@ class AgentWorkerProcess:
         return RelativeJudge(chat, spec.judge, form=spec.judge_format)
 
     async def _play(self, order: Play) -> None:
-        """Play and score a rollout; say what came of it, whatever that is."""
+        """Play and score a rollout, whose limit counts from here; say what came of it, whatever that is."""
         task = unpack_task(order.task)
         environment = self._environments[task.environment]
         rollout = Rollout(
@@ -332,7 +332,7 @@ class AgentWorkerProcess:
             order.group_id,
             task,
             order.sampling,
-            started_s=asyncio.get_running_loop().time() - order.elapsed_s,
+            started_s=asyncio.get_running_loop().time(),
             attempt=order.attempt,
         )
         policy = self._player.policy(rollout, environment, is_evaluation=order.is_evaluation)

@@ -265,7 +265,6 @@ class AgentWorker:
                 group_id=rollout.group_id,
                 task=task,
                 sampling=rollout.sampling,
-                elapsed_s=asyncio.get_running_loop().time() - rollout.started_s,
                 attempt=rollout.attempt,
                 is_evaluation=is_evaluation,
             ),
