@@ -32,12 +32,18 @@ class Run:
         block_s: float = PATIENCE_S,
         max_turns: int = 16,
         timeout_s: float = 600.0,
+        start_timeout_s: float = 120.0,
         endpoints: Endpoints | None = None,
         places: Sequence[WorkerPlace] | None = None,
         **scripted: int | bool,
     ) -> None:
         self.settings = RolloutSettings(
-            max_tokens=32, max_turns=max_turns, timeout_s=timeout_s, agent_workers=workers, agent_block_s=block_s
+            max_tokens=32,
+            max_turns=max_turns,
+            timeout_s=timeout_s,
+            worker_start_timeout_s=start_timeout_s,
+            agent_workers=workers,
+            agent_block_s=block_s,
         )
         chosen = {
             name: EnvironmentSettings(name=f"tests.support.agent_environments:{name}", args=args or {})

@@ -14,13 +14,14 @@ import pytest
 import zmq.asyncio
 from typing_extensions import override
 
-from tailrace.errors import WorkerLost
+from tailrace.errors import LifecycleError, WorkerLost
+from tailrace.free_ports import free_port
 from tailrace.rollouts import ChatRenderer
 from tailrace.rollouts.agent_workers.hosting import HostClient, HostedProcess, WorkerHost
 from tailrace.rollouts.agent_workers.places import LocalPlace, LocalProcess, WorkerPlace
 from tailrace.tracing.output_log import OutputLog
 from tailrace.transport.keys import CurveKeys, guard_all
-from tests.rollouts.agent_workers.played import PATIENCE_S, Run, processes
+from tests.rollouts.agent_workers.played import PATIENCE_S, Run, processes, until
 from tests.rollouts.agent_workers.test_playing import assert_equal_rollouts
 
 BLOCK_S = 2.0
@@ -61,6 +62,27 @@ class HostHere(WorkerPlace):
         await asyncio.gather(self._serving, return_exceptions=True)
         client.lose(await client.lost())
         await client.close()
+
+
+class NobodyThere(WorkerPlace):
+    """A host that cannot be reached: another one each time, as soon as one is lost."""
+
+    def __init__(self) -> None:
+        self._client: HostClient | None = None
+        self.reached = 0
+
+    @override
+    async def start(self, protocol: asyncio.Protocol) -> HostedProcess:
+        if self._client is None or not self._client.is_alive:
+            await self.close()
+            self._client = HostClient(f"tcp://127.0.0.1:{free_port()}", None, "host")
+            self.reached += 1
+        return self._client.begin(protocol)
+
+    @override
+    async def close(self) -> None:
+        if self._client is not None:
+            await self._client.close()
 
 
 class BusyPlace(LocalPlace):
@@ -174,6 +196,30 @@ async def test_a_host_that_is_lost_costs_what_its_worker_held_and_leaves_no_proc
         assert not worker.is_running()
         assert run.aborted == ["agents-0"]
         assert (await run.rollout()).turns == 2
+
+
+async def test_a_host_that_cannot_be_reached_keeps_no_start_waiting(
+    renderer: ChatRenderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tailrace.rollouts.agent_workers.hosting.KILLED_S", 0.5)
+    nobody = NobodyThere()
+    async with asyncio.timeout(PATIENCE_S), Run(renderer, places=[nobody], start_timeout_s=1.0) as run:
+        lost = r"its host does not answer: .*: it was not ready within 1 s \(rollouts\.worker_start_timeout_s\)"
+        with pytest.raises(LifecycleError, match=f"agent worker 0 is lost: {lost}"):
+            await run.agents.start()
+    assert nobody.reached == 2
+
+
+async def test_a_host_that_cannot_be_reached_keeps_no_end_waiting(
+    renderer: ChatRenderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tailrace.rollouts.agent_workers.hosting.KILLED_S", 0.5)
+    monkeypatch.setattr("tailrace.rollouts.agent_workers.worker.CLOSE_S", 0.5)
+    async with asyncio.timeout(PATIENCE_S), Run(renderer, places=[nobody := NobodyThere()]) as run:
+        starting = asyncio.create_task(run.agents.start())
+        await until(lambda: nobody.reached == 1)
+        starting.cancel()
+        await asyncio.wait({starting})
 
 
 async def test_an_orchestrator_that_goes_away_leaves_no_process(renderer: ChatRenderer, place: HostHere) -> None:

@@ -4,7 +4,8 @@
                              ◄──── FromProcess, SocketClosed, Stopped, Ended ────
 
 The host is beside the process as the orchestrator is otherwise: it has its exit report and its signals, and holds the
-run's keys, which users' code never sees. Branches go by value. Whoever loses the other ends what it had of it.
+run's keys, which users' code never sees. Branches go by value. Whoever loses the other ends what it had of it. A host
+that was never reached breaks no connection: it is lost once it does not say that a process which was killed has ended.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing_extensions import override
 
 from tailrace.errors import CorruptData, TransportError
 from tailrace.rollouts.agent_workers.branches import BranchData
-from tailrace.rollouts.agent_workers.places import LocalPlace, LocalProcess, ProcessEnd, WorkerProcess
+from tailrace.rollouts.agent_workers.places import KILLED_S, LocalPlace, LocalProcess, ProcessEnd, WorkerProcess
 from tailrace.rollouts.agent_workers.segments import Placed
 from tailrace.transport.channels import Channel, Conversation, decode, encode, wait_until
 from tailrace.transport.keys import CurveKeys
@@ -105,7 +106,7 @@ class HostClient:
 
     def begin(self, protocol: asyncio.Protocol) -> HostedProcess:
         """Start a process, once the one before has ended."""
-        self._process = HostedProcess(self._channel, protocol)
+        self._process = HostedProcess(self._channel, protocol, self.lose)
         self._channel.send(encode(Begin()))
         return self._process
 
@@ -133,10 +134,14 @@ class HostClient:
 class HostedProcess(WorkerProcess):
     """A process of another machine."""
 
-    def __init__(self, channel: Conversation, protocol: asyncio.Protocol) -> None:
-        self._channel = channel
+    def __init__(self, channel: Conversation, protocol: asyncio.Protocol, lose_host: Callable[[str], None]) -> None:
+        """`lose_host` is called, with the reason, where the host does not say that it has ended."""
+        self._channel, self._lose_host = channel, lose_host
+        self._loop = asyncio.get_running_loop()
         self._transport = _HostTransport(channel, protocol)
-        self._end: asyncio.Future[ProcessEnd] = asyncio.get_running_loop().create_future()
+        self._end: asyncio.Future[ProcessEnd] = self._loop.create_future()
+        self._deadline: asyncio.TimerHandle | None = None
+        """By which it has ended, once it was killed."""
         self._is_stopped = False
         protocol.connection_made(self._transport)
 
@@ -162,6 +167,9 @@ class HostedProcess(WorkerProcess):
     @override
     def kill(self) -> None:
         self._tell(Kill())
+        if self._deadline is None and not self.has_ended:
+            why = f"its host does not answer: within {KILLED_S:g} s it did not say that what was killed has ended"
+            self._deadline = self._loop.call_later(KILLED_S, self._lose_host, why)
 
     @override
     def write_stacks(self) -> None:
@@ -196,6 +204,8 @@ class HostedProcess(WorkerProcess):
             self._channel.send(encode(message))
 
     def _finish(self, end: ProcessEnd) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
         if not self._end.done():
             self._end.set_result(end)
         self._transport.end()

@@ -26,7 +26,7 @@ from tailrace.tracing.output_log import OutputLog
 from tailrace.tracing.stacks import STACKS
 
 KILLED_S = 4.0
-"""Seconds in which a process that was killed is seen to have ended."""
+"""Seconds in which a process that was killed is seen to have ended; one elsewhere is lost then, with its host."""
 
 
 @dataclass(frozen=True, slots=True)

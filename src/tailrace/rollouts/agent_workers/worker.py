@@ -231,7 +231,8 @@ class AgentWorker:
         words = ExitReport.read(exit_report.decode(errors="replace"), self._thread_id)
         at_what = "" if to_blame is None else f" while it ran {to_blame.what}"
         if end.lost_with:
-            return f"{self.name} is lost: {end.lost_with}"
+            killed = f"; it was killed: {self._killed_for}" if self._killed_for else ""
+            return f"{self.name} is lost: {end.lost_with}{killed}"
         if self._killed_for:
             return f"{self.name} was killed{at_what}: {self._killed_for}"
         how = f"died of {signal_name(-status)}" if status < 0 else f"ended with status {status}"
