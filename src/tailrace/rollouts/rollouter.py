@@ -404,15 +404,8 @@ class Rollouter:
 
 
 def _scored_in(agents: AgentWorkers | None, by: ScoredBy, here: ScoreGroup) -> ScoreGroup:
-    """By `agents`, or `here` where there are none, or their newest process could not load what scores."""
-    if agents is None:
-        return here
-
-    async def score(group: Group) -> GroupScore:
-        scored = await agents.score(group, by=by)
-        return await here(group) if scored is None else scored
-
-    return score
+    """By `agents`, or `here` where there are none."""
+    return here if agents is None else partial(agents.score, by=by)
 
 
 def _columns_of(rollouts: Sequence[Rollout]) -> set[str]:

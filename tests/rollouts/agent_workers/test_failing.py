@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import Literal
 
 import psutil
 import pytest
@@ -209,18 +210,23 @@ class Machine(LocalPlace):
         return await super().start(protocol)
 
 
-@pytest.mark.parametrize("is_full", [False, True], ids=["module", "memory"])
+@pytest.mark.parametrize(
+    ("is_full", "workers"), [(False, 1), (False, "auto"), (True, 1)], ids=["module", "module, auto", "memory"]
+)
 async def test_a_worker_that_cannot_be_started_again_is_tried_again_while_others_play(
     renderer: ChatRenderer,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
+    *,
     is_full: bool,
+    workers: int | Literal["auto"],
 ) -> None:
     monkeypatch.setenv("TAILRACE_TEST_PARENT", str(os.getpid()))
     (module := tmp_path / "own.py").touch()
-    machine = Machine(None)
-    async with Run(renderer, "ranked_while", places=[machine, LocalPlace(None)], args={"path": str(module)}) as run:
+    machine, args = Machine(None), {"path": str(module)}
+    places = [machine, LocalPlace(None)]
+    async with Run(renderer, "ranked_while", workers=workers, places=places, args=args) as run:
         await run.agents.start()
         machine.is_full = is_full
         if not is_full:

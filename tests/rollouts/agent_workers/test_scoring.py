@@ -14,7 +14,7 @@ import pytest
 from tailrace.errors import InvalidReward, JudgeFailed, RolloutError, ScoringFailed, WorkerLost
 from tailrace.records import Group, GroupId, Rollout
 from tailrace.rollouts import ChatRenderer
-from tests.rollouts.agent_workers.played import Run, until_it_holds
+from tests.rollouts.agent_workers.played import Run, until, until_it_holds
 from tests.support.judge_endpoint import Answer, endpoint
 from tests.support.scripted_generate import ScriptedGenerate
 
@@ -151,8 +151,8 @@ async def test_a_score_that_crashes_is_tried_in_one_more_worker_and_then_fails(r
         assert run.agents.flush_figures()[0].restarts == 2
 
 
-async def test_a_score_is_given_here_once_its_environment_is_played_here(
-    renderer: ChatRenderer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_a_score_waits_for_the_worker_that_has_had_its_environment(
+    renderer: ChatRenderer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("TAILRACE_TEST_PARENT", str(os.getpid()))
     (module := tmp_path / "own.py").touch()
@@ -164,9 +164,11 @@ async def test_a_score_is_given_here_once_its_environment_is_played_here(
         await until_it_holds(1, run)
         module.unlink()
         os.kill(pid, signal.SIGKILL)
+        await until(lambda: "RuntimeError: half saved" in caplog.text)
+        module.touch()
         (group,) = await scoring
         assert group.rollouts[0].reward is not None
-        assert group.rollouts[0].reward.components == {"pid": os.getpid()}
+        assert [group.rollouts[0].reward.components["pid"]] == [*run.agents.pids().values()]
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,7 @@ class AgentWorkers:
         self._played = 0
         """Rollouts that came back."""
         self._not_loaded: set[str] = set()
-        """Environments that are played elsewhere, since one of the workers could not load them."""
+        """Environments that are played elsewhere, since the first process of a worker could not load them."""
 
     async def start(self) -> None:
         """Start every worker, and wait until all take rollouts. Raises what keeps one from starting."""
@@ -95,7 +95,7 @@ class AgentWorkers:
             raise self._failure
 
     async def loads(self, environment: str) -> bool:
-        """Whether this environment is played here: with `auto`, one that workers cannot load is not.
+        """Whether this environment is played here: with `auto`, one that the worker could not load at first is not.
 
         Waits until a worker is there. Raises as `play` does.
         """
@@ -108,23 +108,18 @@ class AgentWorkers:
         Waits for one that is there. Raises what keeps all of them from starting.
         """
         worker = await self._least_busy()
-        if rollout.task.environment in self._not_loaded:  # by a worker that has just been started
-            raise WorkerLost(f"task {rollout.task.task_id}: {worker.name} could not load it").of_another()
         played = await worker.play(rollout, is_evaluation=is_evaluation, tell=tell)
         self._played += 1
         return played
 
-    async def score(self, group: Group, *, by: ScoredBy) -> list[Group] | list[AgentResult] | None:
+    async def score(self, group: Group, *, by: ScoredBy) -> list[Group] | list[AgentResult]:
         """Score a group by its environment's `score_group`, its named functions for groups, or its judge.
 
-        Once more where the worker is lost, and wherever another rollout was to blame for that. None where that has
-        made its environment one that is not played here. Raises as `play` does.
+        Once more where the worker is lost, and wherever another rollout was to blame for that. Raises as `play` does.
         """
         tries_left = 2
         while True:
             worker = await self._least_busy()
-            if group.task.environment in self._not_loaded:
-                return None
             try:
                 return await worker.score(group, by=by)
             except WorkerLost as lost:

@@ -82,7 +82,7 @@ class AgentWorker:
         self.restarts = 0
         self.beats = BeatSums()
         self.not_loaded: dict[str, Failure] = {}
-        """Environments that the newest process could not load, and does not need to."""
+        """Environments that its first process could not load, and did not need to. Those after it load the others."""
         self._hello, self._settings, self._generate, self._place = hello, settings, generate, place
         self._held: dict[str, AnyHeld] = {}
         """By the rollout's id, or the score's key."""
@@ -118,7 +118,7 @@ class AgentWorker:
     # ---- its process
 
     async def start(self) -> None:
-        """Start a process, and wait until it has loaded what it needs.
+        """Start a process, and wait until it has loaded what it needs: all that one before it had loaded.
 
         Raises what its environments raise when they are loaded, and `LifecycleError` where it ends or takes too long.
         """
@@ -149,6 +149,8 @@ class AgentWorker:
             await self.close()
             raise ready.failure.error()
         self._thread_id, self.not_loaded = ready.thread_id, ready.not_loaded
+        loaded = {name: one for name, one in self._hello.environments.items() if name not in ready.not_loaded}
+        self._hello = msgspec.structs.replace(self._hello, environments=loaded, needs_all=True)  # of the next process
         self._is_ready = True
 
     async def ended(self) -> WorkerLost:
