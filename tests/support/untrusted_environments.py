@@ -121,5 +121,10 @@ def judge(task: Task, messages: list[Message]) -> float | Reward:
     return 1.0
 
 
+def loading_slowly() -> EnvironmentSpec:
+    time.sleep(60)
+    return EnvironmentSpec(name="loading_slowly", agent=echo, reward=judge, train_tasks=ROWS)
+
+
 def judged() -> EnvironmentSpec:
     return EnvironmentSpec(name="judged", agent=echo, reward=judge, train_tasks=ROWS)

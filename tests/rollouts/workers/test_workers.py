@@ -17,7 +17,7 @@ import pytest
 from tailrace.environments import EnvironmentSettings, load_environment
 from tailrace.errors import EnvironmentFailed, InvalidReward, RolloutError, RolloutTimeout, SettingsError
 from tailrace.records import Completion, GenerationRequest, GroupId, OnChunk, Rollout, RolloutId, Task, TaskId
-from tailrace.rollouts import ChatRenderer, LoadedEnvironment, Rollouter, RolloutSettings
+from tailrace.rollouts import ChatRenderer, LoadedEnvironment, Rollouter, RolloutSettings, WorkerPool
 from tailrace.rollouts.error_budget import ERRORS_KEPT
 from tailrace.tracing.output_log import OutputLog
 from tests.support.collected import left_to_collector
@@ -236,6 +236,17 @@ async def test_workers_can_be_started_before_the_first_rollout(renderer: ChatRen
     async with Run(renderer, workers=0) as run:
         with pytest.raises(SettingsError, match="'counting' has synchronous code"):
             await run.rollouter.start()
+
+
+async def test_an_environment_that_takes_too_long_to_load_names_the_limit_of_that() -> None:
+    slowly = EnvironmentSettings(name="tests.support.untrusted_environments:loading_slowly")
+    pool = WorkerPool(RolloutSettings(worker_start_timeout_s=1), {"loading_slowly": slowly})
+    says = r"loading environment 'loading_slowly' did not return within 1 s \(rollouts\.worker_start_timeout_s\)"
+    with pytest.raises(ExceptionGroup) as raised:
+        await pool.start(["loading_slowly"])
+    assert raised.group_contains(RolloutTimeout, match=says)
+    await pool.close()
+    assert children() == []
 
 
 async def test_several_workers_share_the_rollouts(renderer: ChatRenderer) -> None:

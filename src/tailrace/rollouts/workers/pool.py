@@ -24,6 +24,7 @@ from tailrace.environments.named_rewards import ScoredRollout, TrainerState
 from tailrace.errors import CorruptData, EnvironmentFailed, RolloutTimeout, SettingsError
 from tailrace.records import Json, Message, Task
 from tailrace.rollouts.agents import EnvironmentHost
+from tailrace.rollouts.deadline import TimeLimit
 from tailrace.rollouts.settings import RolloutSettings
 from tailrace.rollouts.workers.messages import (
     LENGTH_BYTES,
@@ -205,8 +206,8 @@ class _Worker:
                     self._process = await self._start()
                 process = self._process
                 if environment not in self._loaded:
-                    limit_s = self._settings.worker_start_timeout_s
-                    await self._exchange(Load(environment), limit_s, f"loading environment {environment!r}")
+                    limit = TimeLimit(self._settings.worker_start_timeout_s, "rollouts.worker_start_timeout_s")
+                    await self._exchange(Load(environment), limit, f"loading environment {environment!r}")
                     self._loaded.add(environment)
                 yield process
         finally:
@@ -224,8 +225,8 @@ class _Worker:
         Raises `RolloutTimeout` where it did not return in time (the process is killed), `EnvironmentFailed` where it
         raised or ended the process.
         """
-        limit_s = self._settings.worker_timeout_s * num_steps
-        return await self._exchange(call, limit_s, f"task {task.task_id}: {_NAMES[type(call)]}")
+        limit = TimeLimit(self._settings.worker_timeout_s * num_steps, "rollouts.worker_timeout_s")
+        return await self._exchange(call, limit, f"task {task.task_id}: {_NAMES[type(call)]}")
 
     async def close(self) -> None:
         """Close the pipe, which ends an idle worker; kill what is left."""
@@ -258,18 +259,18 @@ class _Worker:
         self._requests.write(pack(Hello(sys.path, settings)))
         return process
 
-    async def _exchange(self, call: Call, limit_s: float, what: str) -> Json:
+    async def _exchange(self, call: Call, limit: TimeLimit, what: str) -> Json:
         process = self._process
         assert process is not None  # calls are made inside a `turn`
         try:
-            async with asyncio.timeout(limit_s):
+            async with asyncio.timeout(limit.limit_s):
                 self._send(call, what)
                 answer = answer_decoder.decode(await self._read())
         except TimeoutError:
             self.kill()
             await process.wait()
             raise RolloutTimeout(
-                f"{what} did not return within {limit_s:g} s (rollouts.worker_timeout_s); its worker process was killed"
+                f"{what} did not return within {limit.limit_s:g} s ({limit.setting}); its worker process was killed"
             ) from None
         except asyncio.CancelledError:
             await self._finish_cancelled_call(process)
