@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import re
 import signal
@@ -11,7 +12,7 @@ import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +29,7 @@ from tailrace.environments import (
     command_agent,
     load_environment,
 )
+from tailrace.environments.programs import marked
 from tailrace.environments.programs.host import hosted
 from tailrace.environments.programs.marked import MARK, marks
 from tailrace.environments.programs.process import Program
@@ -44,6 +46,7 @@ pytestmark = pytest.mark.skipif(not Path("/proc").exists(), reason="finds proces
 
 ASKING = [sys.executable, PROGRAM]
 PATIENCE_S = 60.0
+NO_DESCRIPTOR = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
 
 def reward(end: ProgramEnd) -> float:
@@ -167,6 +170,54 @@ async def test_a_program_that_fails_costs_its_rollout_and_says_why(
         await run(renderer, spec)
     assert raised.value.reason == reason
     assert "task own/train/0" in str(raised.value)
+    assert not left()
+
+
+def fail_to_look(monkeypatch: pytest.MonkeyPatch, *errors: Exception) -> None:
+    """The next looks at processes fail with these."""
+    left_to_raise = iter(errors)
+
+    def look() -> Iterator[tuple[int, str]]:
+        for error in left_to_raise:
+            raise error
+        return marks()
+
+    monkeypatch.setattr(marked, "marks", look)
+
+
+async def test_a_look_at_programs_that_fails_is_told_of_once_and_made_again(
+    renderer: ChatRenderer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fail_to_look(monkeypatch, NO_DESCRIPTOR, RuntimeError("can't start new thread"))
+    spec = spec_of({"behave": "memory"}, limits=ProgramLimits(memory_bytes=200_000_000))
+    with pytest.raises(ProgramFailed) as raised:
+        await run(renderer, spec)
+    assert raised.value.reason == "program_memory"
+    assert caplog.text.count("could not be looked at") == 1
+    assert not left()
+
+
+async def test_a_program_that_cannot_be_watched_is_ended_and_costs_its_rollout(
+    renderer: ChatRenderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: int) -> int:
+        raise NO_DESCRIPTOR
+
+    before = pipes()
+    with monkeypatch.context() as without:
+        without.setattr(os, "pidfd_open", refuse)
+        with pytest.raises(ProgramFailed, match="could not be started: Too many open files") as raised:
+            await run(renderer, spec_of({"behave": "hang"}))
+    assert raised.value.reason == "program_not_started"
+    assert not left()
+    assert pipes() <= before
+
+
+async def test_a_program_is_reaped_although_nobody_can_look_for_what_it_left(
+    renderer: ChatRenderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fail_to_look(monkeypatch, *[NO_DESCRIPTOR] * 3)
+    assert (await run(renderer, spec_of({"behave": "leave a daemon"}))).reward is not None
     assert not left()
 
 

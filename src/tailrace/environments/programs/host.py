@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
 import secrets
 import shutil
 import subprocess
@@ -34,6 +35,8 @@ _END_S = 5.0
 _PAUSE_S = 0.005
 
 Reading = Callable[["Taken"], None]
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -104,9 +107,18 @@ class ProgramHost:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     async def _look_again_and_again(self) -> None:
+        """Goes on where a look fails, for want of a descriptor or a thread, which is told of once."""
+        has_failed = False
         while True:
             await asyncio.sleep(_LOOK_S)
-            for number, taken in (await asyncio.to_thread(self._look)).items():
+            try:
+                found = await asyncio.to_thread(self._look)
+            except (OSError, RuntimeError) as error:
+                if not has_failed:
+                    _logger.warning("what programs take could not be looked at, which is tried again: %s", error)
+                has_failed = True
+                continue
+            for number, taken in found.items():
                 if (reading := self._watched.get(number)) is not None:
                     reading(taken)
 
@@ -114,7 +126,7 @@ class ProgramHost:
         found: defaultdict[int, Taken] = defaultdict(Taken)
         for pid, mark in marked.marks():
             owner, _, number = mark.partition(".")
-            if owner == self._owner:
+            if owner == self._owner and number.isdecimal():  # a program may have written its own
                 taken = found[int(number)]
                 taken.processes += 1
                 with contextlib.suppress(psutil.Error):

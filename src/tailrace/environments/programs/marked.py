@@ -31,7 +31,7 @@ _MOST_LOOKS = 1000
 
 
 def marks() -> Iterator[tuple[int, str]]:
-    """Every process of this user that carries a mark, and the mark."""
+    """Every process of this user that carries a mark, and the mark. Raises `OSError` where nobody can look."""
     if not _PROCESSES.is_dir():
         return
     for entry in os.scandir(_PROCESSES):
@@ -39,13 +39,16 @@ def marks() -> Iterator[tuple[int, str]]:
             yield int(entry.name), mark
 
 
-def kill_marked(owner: str, number: int | None = None) -> int:
-    """SIGKILL for what this process started, or for one program of it; how many processes that were."""
-    killed = 0
-    for pid, mark in marks():
-        if _is_of(mark, owner, number) and _kill(pid, mark):
-            killed += 1
-    return killed
+def kill_marked(owner: str, number: int | None = None) -> bool:
+    """SIGKILL for what this process started, or for one program of it; whether there was any, or nobody could look."""
+    found = False
+    try:
+        for pid, mark in marks():
+            if _is_of(mark, owner, number) and _kill(pid, mark):
+                found = True
+    except OSError:  # no descriptor is free
+        return True
+    return found
 
 
 def _is_of(mark: str, owner: str, number: int | None) -> bool:

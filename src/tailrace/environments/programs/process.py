@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tailrace.child_processes import call_on_exit, describe_exit
+from tailrace.child_processes import call_on_exit, describe_exit, kill_group
 from tailrace.environments.programs.host import ProgramHost, Taken
 from tailrace.errors import ProgramFailed, SettingsError
 
@@ -65,28 +65,32 @@ class Program:
         self._ended: asyncio.Future[None] = self._loop.create_future()
         self._ending: asyncio.Future[None] | None = None
         self._printed_bytes, self._kept = 0, bytearray()
-        host.watch(number, self._look_at)
-        self._output, its = os.pipe()
-        os.set_blocking(self._output, False)
         try:
-            with open(os.devnull if standard_input is None else standard_input, "rb") as stdin:
-                self._process = subprocess.Popen(
-                    command,
-                    cwd=folder,
-                    env={**environment, **host.mark(number)},
-                    stdin=stdin,
-                    stdout=its,
-                    stderr=its,
-                    start_new_session=True,
-                )
+            with contextlib.ExitStack() as undoing:
+                undoing.callback(host.ended, number)
+                host.watch(number, self._look_at)
+                self._output, its = os.pipe()
+                undoing.callback(os.close, self._output)
+                os.set_blocking(self._output, False)
+                opened = os.devnull if standard_input is None else standard_input
+                with os.fdopen(its, "wb") as printed, open(opened, "rb") as stdin:
+                    self._process = subprocess.Popen(
+                        command,
+                        cwd=folder,
+                        env={**environment, **host.mark(number)},
+                        stdin=stdin,
+                        stdout=printed,
+                        stderr=printed,
+                        start_new_session=True,
+                    )
+                undoing.callback(self._process.wait)
+                undoing.callback(kill_group, self._process.pid)
+                self._loop.add_reader(self._output, self._read)
+                undoing.callback(self._loop.remove_reader, self._output)
+                call_on_exit(self._process, lambda: self._end_with(None))
+                undoing.pop_all()
         except OSError as error:
-            os.close(self._output)
-            host.ended(number)
             raise self._failed("program_not_started", f"could not be started: {error.strerror}") from error
-        finally:
-            os.close(its)
-        self._loop.add_reader(self._output, self._read)
-        call_on_exit(self._process, lambda: self._end_with(None))
 
     async def ended(self) -> int:
         """Wait until it has ended by itself; its status, negative for a signal, as in `subprocess`.
