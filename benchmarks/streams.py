@@ -395,7 +395,7 @@ async def receiver_of(about: dict[str, Any]) -> AsyncIterator[Callable[[], Any]]
 def open_sender(about: dict[str, Any]) -> BatchSender:
     """Of batches."""
     if about["case"] == "shared_memory":
-        return ChannelBatchSender(about["address"], SharedMemoryStore(Path(about["memory"]), checksum_bodies=True))
+        return ChannelBatchSender(about["address"], SharedMemoryStore(Path(about["memory"])))
     redis = place(about)
     return ChannelBatchSender(redis.address("batches"), ValueStore(), open_channel=redis.open_keeping_channel)
 

@@ -451,7 +451,7 @@ def summed(content: bytes) -> bytes:
     except CorruptData:
         return content
     checksum = xxhash.xxh3_64_intdigest(content[first:last])
-    return content[:-16] + checksum.to_bytes(8, "little") + (1).to_bytes(8, "little")
+    return content[:-16] + checksum.to_bytes(8, "little") + content[-8:]
 
 
 def resealed(content: bytes) -> bytes:
@@ -462,7 +462,7 @@ def resealed(content: bytes) -> bytes:
     if length > len(content) - 40:
         return content
     checksum = xxhash.xxh3_64_intdigest(content[: 8 + length])
-    return content[:-24] + checksum.to_bytes(8, "little") + bytes(16)
+    return content[:-24] + checksum.to_bytes(8, "little") + bytes(8) + (1).to_bytes(8, "little")
 
 
 def stream_entries(folder: Path) -> Reader:

@@ -259,7 +259,7 @@ class HostTransports(Transports):
         open_channel = self._open_channel
         match self._batch_bodies:
             case "memory":
-                store: BatchStore = SharedMemoryStore(self._shared_memory, spill=self._files, checksum_bodies=True)
+                store: BatchStore = SharedMemoryStore(self._shared_memory, spill=self._files)
             case "files":
                 store = FileStore(self._files)
             case "messages":

@@ -4,8 +4,8 @@
 
 Any safetensors reader can open such a file. The format allows no gaps, so alignment and the unused rest of a recycled
 file are tensors of their own, named `__pad__...`. The trailer is a tensor too: it is zeroed first and written last, and
-carries the sequence number of this content and the checksums (xxh3) of the header and, where the writer was asked for
-it, of all tensors. A reader trusts nothing else.
+carries the sequence number of this content, the checksums (xxh3) of the header and of all tensors, and a 1, which says
+that the latter is there: content that ends otherwise is refused. A reader trusts nothing else.
 """
 
 from __future__ import annotations
@@ -45,9 +45,10 @@ DTYPE_BYTES: Mapping[str, int] = {
 """Bytes of one element, by the format's name of its type."""
 
 _LENGTH = struct.Struct("<Q")
-_TRAILER = struct.Struct("<QQQQ")  # sequence, checksum of the header, of the tensors, whether there is that one
+_TRAILER = struct.Struct("<QQQQ")  # sequence, checksum of the header, of the tensors, _HAS_CHECKSUM
 TRAILER_BYTES = _TRAILER.size
 """At a file's end: while they are zeros it holds no content."""
+_HAS_CHECKSUM = 1
 _TRAILER_NAME = "__trailer__"
 _TRAILER_DTYPE = "U64"
 _METADATA_NAME = "__metadata__"
@@ -94,8 +95,7 @@ class Segment:
     sequence: int
     body: tuple[int, int]
     """Where the tensors begin and end."""
-    body_checksum: int | None
-    """None where the writer added none."""
+    body_checksum: int
 
 
 class SegmentFile:
@@ -130,14 +130,7 @@ class SegmentFile:
         """The open file's descriptor, for locks."""
         return self._file
 
-    def write(
-        self,
-        tensors: Mapping[str, TensorBuffers],
-        metadata: Mapping[str, str],
-        sequence: int,
-        *,
-        checksum_body: bool = False,
-    ) -> int:
+    def write(self, tensors: Mapping[str, TensorBuffers], metadata: Mapping[str, str], sequence: int) -> int:
         """Replace the content; returns its bytes. `sequence` is above 0.
 
         Raises `NoRoom` when the folder has none; then the file holds no content, and its size is as before.
@@ -150,11 +143,11 @@ class SegmentFile:
         if size > current:
             reserve_room(self._file, self.path.parent, size, advice=_ADVICE)
         header = layout.header(size)
-        digest = xxhash.xxh3_64() if checksum_body else None
+        digest = xxhash.xxh3_64()
         os.lseek(self._file, len(header), os.SEEK_SET)
         _write_all(self._file, layout.body_buffers(), digest)
         os.pwrite(self._file, header, 0)
-        os.pwrite(self._file, _trailer(sequence, header, digest), size - _TRAILER.size)
+        os.pwrite(self._file, _trailer(sequence, header, digest.intdigest()), size - _TRAILER.size)
         return layout.num_bytes
 
     def flush(self) -> None:
@@ -169,7 +162,7 @@ class SegmentFile:
 
 
 class SegmentMemory:
-    """The same in memory of this process alone, checksummed: no file is open for it, however many there are."""
+    """The same in memory of this process alone: no file is open for it, however many there are."""
 
     def __init__(self) -> None:
         self.content: mmap.mmap | None = None
@@ -194,13 +187,12 @@ class SegmentMemory:
                     digest.update(memory[hashed:end])
                     hashed = end
             digest.update(memory[hashed:end])
-            memory[size - _TRAILER.size : size] = _trailer(sequence, header, digest)
+            memory[size - _TRAILER.size : size] = _trailer(sequence, header, digest.intdigest())
         return layout.num_bytes
 
 
-def _trailer(sequence: int, header: bytes, digest: xxhash.xxh3_64 | None) -> bytes:
-    body_checksum = digest.intdigest() if digest else 0
-    return _TRAILER.pack(sequence, xxhash.xxh3_64_intdigest(header), body_checksum, digest is not None)
+def _trailer(sequence: int, header: bytes, body_checksum: int) -> bytes:
+    return _TRAILER.pack(sequence, xxhash.xxh3_64_intdigest(header), body_checksum, _HAS_CHECKSUM)
 
 
 def _open(path: Path) -> int:
@@ -208,14 +200,13 @@ def _open(path: Path) -> int:
 
 
 def pack_segment(tensors: Mapping[str, TensorBuffers], metadata: Mapping[str, str]) -> bytes:
-    """The content of a file that is never recycled, as bytes: as short as it can be, its tensors checksummed.
+    """The content of a file that is never recycled, as bytes: as short as it can be.
 
     Tensors begin at multiples of their own elements; the widest first, they need no pads.
     """
     layout = _Layout(tensors, metadata, is_packed=True)
     header, body = layout.header(layout.num_bytes), b"".join(layout.body_buffers())
-    trailer = _TRAILER.pack(1, xxhash.xxh3_64_intdigest(header), xxhash.xxh3_64_intdigest(body), 1)
-    return b"".join((header, body, trailer))
+    return b"".join((header, body, _trailer(1, header, xxhash.xxh3_64_intdigest(body))))
 
 
 class _Layout:
@@ -302,7 +293,7 @@ def read_segment(path: Path | str, mapping: mmap.mmap | memoryview) -> Segment:
     if len(mapping) < _LENGTH.size + _TRAILER.size:
         raise CorruptData(f"{path} is too short to hold a header")
     trailer = _TRAILER.unpack_from(mapping, len(mapping) - _TRAILER.size)
-    sequence, checksum, body_checksum, has_body_checksum = trailer
+    sequence, checksum, body_checksum, has_checksum = trailer
     if sequence == 0:
         raise CorruptData(f"{path} was not written to its end")
     (length,) = _LENGTH.unpack_from(mapping, 0)
@@ -310,8 +301,10 @@ def read_segment(path: Path | str, mapping: mmap.mmap | memoryview) -> Segment:
     if length > _MAX_HEADER_BYTES or start > len(mapping) - _TRAILER.size:
         raise CorruptData(f"{path} says its header has {length:,} bytes; the file has {len(mapping):,}")
     header = bytes(mapping[:start])
-    if xxhash.xxh3_64_intdigest(header) != checksum or has_body_checksum > 1:
+    if xxhash.xxh3_64_intdigest(header) != checksum:
         raise CorruptData(f"the header of {path} is damaged: its checksum differs")
+    if has_checksum != _HAS_CHECKSUM:
+        raise CorruptData(f"{path} has no checksum of its tensors: its trailer ends in {has_checksum}, not in 1")
     entries, metadata = _parse_header(path, header[_LENGTH.size :])
     _require_gapless(path, entries, len(mapping) - start)
     tensors = {
@@ -326,7 +319,7 @@ def read_segment(path: Path | str, mapping: mmap.mmap | memoryview) -> Segment:
         metadata,
         sequence,
         (start, end),
-        body_checksum if has_body_checksum else None,
+        body_checksum,
     )
 
 
@@ -355,15 +348,8 @@ def read_safetensors(path: Path) -> Mapping[str, TensorBuffers]:
     }
 
 
-def verify_body(path: Path | str, segment: Segment, *, required: bool = False) -> None:
-    """Compare the tensors with their checksum, where there is one. O(bytes).
-
-    Raises `CorruptData` where it differs, and where it is `required` and missing.
-    """
-    if segment.body_checksum is None:
-        if required:
-            raise CorruptData(f"{path} has no checksum of its tensors")
-        return
+def verify_body(path: Path | str, segment: Segment) -> None:
+    """Compare the tensors with their checksum. O(bytes). Raises `CorruptData` where it differs."""
     digest = xxhash.xxh3_64()
     start, end = segment.body
     with memoryview(segment.mapping) as content:
@@ -400,13 +386,12 @@ def _is_possible(shape: tuple[int, ...]) -> bool:
     return len(shape) <= _MAX_DIMENSIONS and all(0 <= extent <= _MAX_EXTENT for extent in shape)
 
 
-def _write_all(file: int, buffers: Iterator[memoryview], digest: xxhash.xxh3_64 | None) -> None:
-    """Gather all buffers into the file, going on where a call wrote less than it was given."""
+def _write_all(file: int, buffers: Iterator[memoryview], digest: xxhash.xxh3_64) -> None:
+    """Gather all buffers into the file and the digest, going on where a call wrote less than it was given."""
     remaining = (buffer for buffer in buffers if buffer.nbytes)
     while chunk := list(itertools.islice(remaining, MAX_BUFFERS_PER_WRITE)):
-        if digest is not None:
-            for buffer in chunk:
-                digest.update(buffer.cast("B"))
+        for buffer in chunk:
+            digest.update(buffer.cast("B"))
         while chunk:
             written = os.writev(file, chunk)
             whole = 0

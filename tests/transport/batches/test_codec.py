@@ -26,10 +26,10 @@ SENT = plan([9, 3, 0, 5, 2], num_ranks=2, row_tokens=10)
 FUZZED = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 
 
-def write(path: Path, *, checksum_body: bool = False, rank: int = 0) -> bytes:
+def write(path: Path, *, rank: int = 0) -> bytes:
     tensors, metadata = part_tensors(SENT.part(rank))
     segment = SegmentFile(path)
-    segment.write(tensors, metadata, 1, checksum_body=checksum_body)
+    segment.write(tensors, metadata, 1)
     segment.close()
     return path.read_bytes()
 
@@ -84,16 +84,23 @@ def test_a_file_whose_writer_died_half_way_holds_nothing(tmp_path: Path) -> None
     assert_refused_everywhere(tmp_path, content[:-32] + bytes(32))
 
 
+@pytest.mark.parametrize("end", [0, 2, 2**64 - 1])
+def test_a_batch_whose_trailer_says_no_checksum_of_its_tensors_is_refused(tmp_path: Path, end: int) -> None:
+    content = write(tmp_path / "batch")
+    assert content[-8:] == struct.pack("<Q", 1)
+    assert "has no checksum of its tensors" in refused(tmp_path, content[:-8] + struct.pack("<Q", end))
+
+
 @given(length=st.integers(0, 65535))
 @FUZZED
 def test_a_truncated_batch_is_corrupt_data(tmp_path: Path, length: int) -> None:
-    assert_refused_everywhere(tmp_path, write(tmp_path / "batch", checksum_body=True)[:length])
+    assert_refused_everywhere(tmp_path, write(tmp_path / "batch")[:length])
 
 
 @given(position=st.integers(0, 5000) | st.integers(-40, -1), flip=st.integers(1, 255), rank=st.integers(0, 1))
 @FUZZED
 def test_a_flipped_byte_is_corrupt_data_or_in_padding(tmp_path: Path, position: int, flip: int, rank: int) -> None:
-    content = bytearray(write(tmp_path / "batch", checksum_body=True, rank=rank))
+    content = bytearray(write(tmp_path / "batch", rank=rank))
     content[position] ^= flip
     for result in read_everywhere(tmp_path, bytes(content)):
         if isinstance(result, Batch):
@@ -103,7 +110,7 @@ def test_a_flipped_byte_is_corrupt_data_or_in_padding(tmp_path: Path, position: 
 @given(position=st.integers(0, 65000), junk=st.binary(min_size=1, max_size=400))
 @FUZZED
 def test_a_smeared_stretch_is_corrupt_data_or_in_padding(tmp_path: Path, position: int, junk: bytes) -> None:
-    content = write(tmp_path / "batch", checksum_body=True)
+    content = write(tmp_path / "batch")
     smeared = content[:position] + junk + content[position + len(junk) :]
     for result in read_everywhere(tmp_path, smeared):
         if isinstance(result, Batch):
@@ -152,14 +159,14 @@ def test_an_absurd_header_is_refused_at_once(tmp_path: Path, header: bytes) -> N
 
 @pytest.mark.parametrize("length", [2**63, 2**64 - 1, 100_000_001, 0])
 def test_a_header_that_says_it_is_huge_is_refused_at_once(tmp_path: Path, length: int) -> None:
-    content = struct.pack("<Q", length) + bytes(512) + struct.pack("<QQQQ", 1, 0, 0, 0)
+    content = struct.pack("<Q", length) + bytes(512) + struct.pack("<QQQQ", 1, 0, 0, 1)
     assert_refused_everywhere(tmp_path, content)
 
 
 def with_header(json: bytes) -> bytes:
     """A header with its right checksum, and a body of nothing."""
     header = struct.pack("<Q", len(json)) + json
-    return header + bytes(512) + struct.pack("<QQQQ", 1, xxhash.xxh3_64_intdigest(header), 0, 0)
+    return header + bytes(512) + struct.pack("<QQQQ", 1, xxhash.xxh3_64_intdigest(header), 0, 1)
 
 
 def forge(folder: Path, columns: dict[str, NDArray[np.generic]], metadata: dict[str, str] | None = None) -> bytes:
@@ -178,7 +185,7 @@ def forge(folder: Path, columns: dict[str, NDArray[np.generic]], metadata: dict[
         for buffer in tensor.buffers if short else ():
             digest.update(bytes(buffer))
     segment = SegmentFile(folder / "forged")
-    segment.write(tensors, told | {"plan_xxh3": digest.hexdigest()} | (metadata or {}), 1, checksum_body=True)
+    segment.write(tensors, told | {"plan_xxh3": digest.hexdigest()} | (metadata or {}), 1)
     segment.close()
     return (folder / "forged").read_bytes()
 

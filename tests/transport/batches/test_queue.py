@@ -66,7 +66,7 @@ def open_queue(
         return Queue(queue, [queue.receiver(rank) for rank in range(num_ranks)])
     match kind:
         case "shared memory":
-            store: BatchStore = SharedMemoryStore(folder, checksum_bodies=True)
+            store: BatchStore = SharedMemoryStore(folder)
             sources: list[BatchSource] = [FileSource(folder, recycled=True) for _ in range(num_ranks)]
         case "by value" | "redis":
             store, sources = ValueStore(), [ValueSource() for _ in range(num_ranks)]

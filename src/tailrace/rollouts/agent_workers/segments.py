@@ -57,7 +57,7 @@ class BranchWriter:
         self._sequence += 1
         tensors = {_NAME: TensorBuffers("U8", (len(body),), [memoryview(body)])}
         try:
-            self._segments[number].write(tensors, {}, self._sequence, checksum_body=True)
+            self._segments[number].write(tensors, {}, self._sequence)
         except NoRoom:
             self._free.append(number)
             return None
@@ -89,7 +89,7 @@ class BranchReader:
             raise CorruptData(f"there is no {where}")
         mapping = self._mapping(placed.segment)
         segment = read_segment(where, mapping)
-        verify_body(where, segment, required=True)
+        verify_body(where, segment)
         if segment.sequence != placed.sequence or _NAME not in segment.tensors:
             raise CorruptData(f"{where} holds something else than what was written there last")
         start, end = segment.tensors[_NAME].data_offsets

@@ -1,7 +1,7 @@
 """One rank's part of a batch as named tensors, and back: every column is one tensor, the summary is metadata.
 
 Writing gathers the columns of tokens from the branches they lie in. Reading copies nothing and trusts nothing: types,
-lengths and the row plan are checked before a batch exists, the plan against its checksum always.
+lengths and the row plan are checked before a batch exists, the plan against a checksum of its own, too.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _PLAN = {
 _PAYLOADS = {"payload_chunks": "I32", "payload_refs": "U8"}
 """The table of payloads: its chunks, row after row, and the references (msgpack)."""
 _SHORT = {**_PLAN, **_PAYLOADS, "origins": "U8"}
-"""All that is small, and always checked against its checksum."""
+"""All that is small, and has a checksum of its own."""
 
 
 def part_tensors(part: PlannedBatch) -> tuple[dict[str, TensorBuffers], dict[str, str]]:

@@ -1,10 +1,11 @@
 """Where the bytes of a batch lie between its sender and the ranks of the trainer.
 
     SharedMemoryStore   recycled files in a folder of shared memory, one for each rank and batch in flight
-    FileStore           fresh files in a folder of any file system, checksummed and published by one rename
+    FileStore           fresh files in a folder of any file system, published by one rename
     ValueStore          recycled memory of the sender's own, sent along whole: for hosts that share no folder
 
-All of them write the same bytes (`segments`), each rank's part by itself, so that no rank opens another one's rows.
+All of them write the same bytes (`segments`), each rank's part by itself, so that no rank opens another one's rows, and
+a source trusts none of them before their checksum.
 """
 
 from __future__ import annotations
@@ -118,10 +119,9 @@ class SharedMemoryStore(_RecyclingStore[SegmentFile]):
     a killed sender left there are removed: the memory beside them is gone.
     """
 
-    def __init__(self, folder: Path, *, spill: Path | None = None, checksum_bodies: bool = False) -> None:
+    def __init__(self, folder: Path, *, spill: Path | None = None) -> None:
         super().__init__(lambda number: SegmentFile(folder / f"{_BATCH}{os.getpid()}-{number}.safetensors"))
-        self._spill, self._checksum_bodies = spill, checksum_bodies
-        self._num_spilled = 0
+        self._spill, self._num_spilled = spill, 0
         for leftover in () if spill is None else spill.glob(f"{_SPILLED}*"):
             leftover.unlink(missing_ok=True)
 
@@ -138,7 +138,7 @@ class SharedMemoryStore(_RecyclingStore[SegmentFile]):
     def _write(self, segment: SegmentFile, part: PlannedBatch, sequence: int) -> Piece:
         segment.open()
         try:
-            ref = _write_part(segment, part, sequence, segment.path.name, checksum_body=self._checksum_bodies)
+            ref = _write_part(segment, part, sequence, segment.path.name)
             return Piece(ref, segment_bytes=os.fstat(segment.fileno()).st_size)
         except NoRoom as error:
             if self._spill is None or segment.path.parent == self._spill:
@@ -160,7 +160,7 @@ class SharedMemoryStore(_RecyclingStore[SegmentFile]):
 
 
 class ValueStore(_RecyclingStore[SegmentMemory]):
-    """Recycled, checksummed memory of this process, whose content is sent along."""
+    """Recycled memory of this process, whose content is sent along."""
 
     def __init__(self) -> None:
         super().__init__(lambda _: SegmentMemory())
@@ -218,7 +218,7 @@ class FileStore(BatchStore):
     def _write(self, folder: Path, name: str, batch: PlannedBatch, rank: int, sequence: int) -> BatchRef:
         segment = SegmentFile(folder / _part_name(rank))
         try:
-            ref = _write_part(segment, batch.part(rank), sequence, f"{name}/{_part_name(rank)}", checksum_body=True)
+            ref = _write_part(segment, batch.part(rank), sequence, f"{name}/{_part_name(rank)}")
             segment.flush()
         finally:
             segment.close()
@@ -230,7 +230,7 @@ class FileSource(BatchSource):
 
     def __init__(self, folder: Path, *, recycled: bool = False, spill: Path | None = None) -> None:
         """`recycled`: of a `SharedMemoryStore` with the same folders, whose files hold one batch after the other, and
-        stay mapped. Else of a `FileStore`, and checksums must be there."""
+        stay mapped. Else of a `FileStore`."""
         self._folder, self._spill = folder, spill or folder
         self._recycled = recycled
         self._mappings: dict[str, mmap.mmap] = {}
@@ -241,7 +241,7 @@ class FileSource(BatchSource):
             raise CorruptData(f"a batch reference names a file outside its folder: {ref.segment!r}")
         path = (self._spill if ref.segment.startswith(_SPILLED) else self._folder) / ref.segment
         content = self._map(path) if self._recycled else map_segment(path)
-        return _read_part(path, content, ref, required=not self._recycled)
+        return _read_part(path, content, ref)
 
     @override
     def close(self) -> None:
@@ -267,7 +267,7 @@ class ValueSource(BatchSource):
             raise CorruptData(f"the batch of step {ref.step} came without its bytes")
         if np.frombuffer(body, np.uint8).ctypes.data % _ALIGNED_BYTES:  # a small one, in the middle of a buffer
             body = memoryview(bytes(body))
-        return _read_part(f"the message of step {ref.step}", body, ref, required=False)
+        return _read_part(f"the message of step {ref.step}", body, ref)
 
     @override
     def close(self) -> None: ...
@@ -310,17 +310,17 @@ class _Pool(Generic[SegmentT]):
             segments[segments.index(segment)] = other
 
 
-def _write_part(segment: SegmentFile, part: PlannedBatch, sequence: int, name: str, *, checksum_body: bool) -> BatchRef:
+def _write_part(segment: SegmentFile, part: PlannedBatch, sequence: int, name: str) -> BatchRef:
     tensors, metadata = part_tensors(part)
-    num_bytes = segment.write(tensors, metadata, sequence, checksum_body=checksum_body)
+    num_bytes = segment.write(tensors, metadata, sequence)
     return BatchRef(part.summary.step, name, sequence, num_bytes)
 
 
-def _read_part(path: Path | str, content: mmap.mmap | memoryview, ref: BatchRef, required: bool) -> Batch:
+def _read_part(path: Path | str, content: mmap.mmap | memoryview, ref: BatchRef) -> Batch:
     segment = read_segment(path, content)
     if segment.sequence != ref.sequence:
         raise CorruptData(f"{path} holds content {segment.sequence}, and the reference means {ref.sequence}")
-    verify_body(path, segment, required=required)
+    verify_body(path, segment)
     batch = read_batch(path, segment)
     if batch.summary.step != ref.step:
         raise CorruptData(f"{path} holds the batch of step {batch.summary.step}, not of step {ref.step}")

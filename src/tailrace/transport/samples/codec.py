@@ -81,7 +81,7 @@ def decode_samples(content: bytes, *, name: str = "a document") -> list[Streamed
     """
     segment = read_segment(name, memoryview(content))
     _require_schema(name, segment)
-    verify_body(name, segment, required=True)
+    verify_body(name, segment)
     with guarded(f"{name} holds no samples"):
         return _samples(name, segment)
 
