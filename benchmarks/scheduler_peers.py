@@ -113,8 +113,6 @@ class InstantEngine(Engine):
             steps_total=self._steps,
             sampled_tokens_total=0,
             prefilled_tokens_total=0,
-            cached_prompt_tokens_total=0,
-            evicted_sessions_total=0,
         )
 
     @override

@@ -66,7 +66,7 @@ def joined(
     parts = [*chunks] if prefix is None else [prefix, *chunks]
     own = _NONE_YET | dict(metrics or {})
     own["mixed_cache_tokens"] += sum(end - start for chunk in chunks for start, end in chunk.mixed_spans)
-    own["nonfinite_logprobs"] += sum(count_nonfinite(chunk.logprobs) for chunk in chunks)
+    own["nonfinite_logprobs"] += sum(_count_nonfinite(chunk.logprobs) for chunk in chunks)
     own["preemptions"] += finish_reason is FinishReason.ABORTED
     return Completion(
         token_ids=_concatenated([part.token_ids for part in parts], np.int32),
@@ -113,11 +113,6 @@ def work_of(completion: Completion | None) -> int:
     return 1 if completion is None else 1 + completion.num_tokens // _TOKENS_PER_REPLY
 
 
-def count_nonfinite(logprobs: Float32Array) -> int:
-    """Log-probabilities that are NaN or infinite."""
-    return len(logprobs) - int(np.count_nonzero(np.isfinite(logprobs)))
-
-
 def finished(request: GenerationRequest, limits: EngineLimits | None = None) -> Completion | None:
     """The request's prefix as its completion, where nothing is left to sample; None where something is.
 
@@ -132,6 +127,10 @@ def finished(request: GenerationRequest, limits: EngineLimits | None = None) -> 
     if full or saved.num_tokens >= sampling.max_tokens:
         return replace(saved, finish_reason=FinishReason.LENGTH)
     return None
+
+
+def _count_nonfinite(logprobs: Float32Array) -> int:
+    return len(logprobs) - int(np.count_nonzero(np.isfinite(logprobs)))
 
 
 def _mixed_spans(parts: Sequence[Completion]) -> tuple[tuple[int, int], ...]:

@@ -77,7 +77,6 @@ class EngineModel:
         self._version_steps, self._versions = [0], [version]
         self._load: tuple[int, float] | None = None
         self.prefilled_tokens = 0
-        self.preemptions = 0
         self.loaded_s = 0.0
         """When the stall for the last weights ended."""
 
@@ -190,7 +189,6 @@ class EngineModel:
             last = next(reversed(self._running.values()))
             self._stop(last)
             self._waiting.appendleft(last)
-            self.preemptions += 1
 
     def _may_admit(self) -> bool:
         if not self._waiting or len(self._running) >= self._settings.slots:
@@ -269,7 +267,6 @@ class EngineModel:
             steps_total=self._step,
             sampled_tokens_total=self.sampled_tokens(now_s),
             prefilled_tokens_total=self.prefilled_tokens,
-            preemptions_total=self.preemptions,
         )
 
     def sampled_tokens(self, now_s: float) -> int:

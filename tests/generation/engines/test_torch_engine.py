@@ -88,7 +88,6 @@ def test_a_session_computes_only_what_its_next_turn_adds(model) -> None:
     [second] = driver.run(request("turn2", second_prompt, session="s", max_tokens=12))
     cached = len(first_prompt) + 11  # all but the last sampled token, which no pass has seen
     assert second.metrics["cached_prompt_tokens"] == cached
-    assert driver.engine.statistics().cached_prompt_tokens_total == cached
     assert driver.engine.statistics().prefilled_tokens_total - prefilled == len(second_prompt) - 1 - cached
     np.testing.assert_allclose(second.logprobs, forward_logprobs(model, second_prompt, second.token_ids), atol=1e-4)
 
@@ -109,11 +108,11 @@ def test_sessions_survive_between_turns_until_the_least_recent_is_evicted(model)
         [done] = driver.run(request(name + "1", prompt, session=name, max_tokens=6))
         turns[name] = [*prompt, *done.token_ids.tolist(), 9]
     driver.run(request("d1", [3, 1, 4], session="d", max_tokens=6))
-    assert driver.engine.statistics().evicted_sessions_total == 1
-    [c, a] = driver.run(*(request(name + "2", turns[name], session=name, max_tokens=6) for name in "ca"))
-    assert c.metrics["cached_prompt_tokens"] > 0
+    [c, b, a] = driver.run(*(request(name + "2", turns[name], session=name, max_tokens=6) for name in "cba"))
+    for kept in (c, b):
+        assert kept.metrics["cached_prompt_tokens"] > 0
     assert a.metrics["cached_prompt_tokens"] == 0
-    for name, done in (("c", c), ("a", a)):
+    for name, done in (("c", c), ("b", b), ("a", a)):
         np.testing.assert_allclose(done.logprobs, forward_logprobs(model, turns[name], done.token_ids), atol=1e-4)
 
 

@@ -236,7 +236,7 @@ async def test_a_drain_ends_however_many_requests_and_newer_versions_come_meanwh
 
         async with asyncio.TaskGroup() as asking:
             asked = [asking.create_task(ask(max_tokens)) for max_tokens in (100, 110, 125, 140)]
-            await until(lambda: generator.statistics().in_flight == 4)
+            await until(lambda: generator.statistics().running == 4)
             await here.join(lambda published: generator.load_model_state_dict(_opened_slowly, published.version))
             for version in range(1, 300):
                 here.weights.publish(ref(version))

@@ -124,14 +124,8 @@ class Generator:
         return self._loop.limits
 
     def statistics(self) -> EngineStatistics:
-        """The engine's and the loop's, as of the last step. Raises `EngineFailed` when it was never built."""
-        loads = self._stager.statistics
-        return msgspec.structs.replace(
-            self._loop.statistics,
-            loads_total=loads.loads_total,
-            failed_loads_total=loads.failed_loads_total,
-            load_error=loads.error,
-        )
+        """The engine's, as of the last step, with the loads. Raises `EngineFailed` when it was never built."""
+        return msgspec.structs.replace(self._loop.statistics, loads_total=self._stager.loads_total)
 
     @property
     def _loop(self) -> EngineLoop:

@@ -14,11 +14,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-import msgspec
 from typing_extensions import override
 
 from tailrace.errors import EngineFailed, RequestRefused
-from tailrace.generation.completions import as_chunk, assembled, count_nonfinite, finished, work_of
+from tailrace.generation.completions import as_chunk, assembled, finished, work_of
 from tailrace.generation.decisions import (
     DEFAULT_WEIGHT_POLICY,
     Close,
@@ -31,7 +30,7 @@ from tailrace.generation.decisions import (
 )
 from tailrace.generation.engine_thread.delivery_queue import Delivery, DeliveryQueue
 from tailrace.generation.engine_thread.inbox import Call, Inbox, Interruption, RecordedExperts, Taken
-from tailrace.generation.engines.protocol import Engine, EngineStatistics, SampledTokens
+from tailrace.generation.engines.protocol import Engine, SampledTokens
 from tailrace.records import Completion, FinishReason
 from tailrace.tracing.phases import phase
 
@@ -100,9 +99,8 @@ class EngineLoop:
         self._notifications: list[Callable[[], None]] = []
         """Called once the statistics are those after this iteration."""
         self._is_reset = False
-        self._nonfinite = 0
         self.limits = engine.limits
-        self.statistics = self._snapshot()
+        self.statistics = engine.statistics()
 
     @property
     def state(self) -> EngineState:
@@ -125,7 +123,7 @@ class EngineLoop:
                 self._change_weights(self._reset)
             case Load():
                 self._change_weights(self._load)
-        self.statistics = self._snapshot()
+        self.statistics = self._engine.statistics()
         notifications, self._notifications = self._notifications, []
         for notify in notifications:
             notify()
@@ -177,7 +175,6 @@ class EngineLoop:
         for chunk in chunks:
             call = self._calls[chunk.request_id]
             call.chunks.append(chunk)
-            self._nonfinite += count_nonfinite(chunk.logprobs)
             if chunk.finish_reason is None:
                 if call.on_chunk is not None:
                     deliveries[call.waiter.loop].append(_Sampled(call, chunk))
@@ -248,14 +245,6 @@ class EngineLoop:
             self._notifications.append(partial(staged.settle, error))
         else:
             self._notifications.append(staged.settle)
-
-    def _snapshot(self) -> EngineStatistics:
-        own = self._engine.statistics()
-        return msgspec.structs.replace(
-            own,
-            in_flight=len(self._calls),
-            nonfinite_logprobs_total=own.nonfinite_logprobs_total + self._nonfinite,
-        )
 
 
 def fail_inbox(inbox: Inbox, failure: Callable[[], Exception]) -> None:

@@ -44,16 +44,6 @@ class LoadCall:
     """Its caller went away."""
 
 
-@dataclass(slots=True)
-class LoadStatistics:
-    """Of all loads since the start."""
-
-    loads_total: int = 0
-    failed_loads_total: int = 0
-    error: str = ""
-    """Of the last load, where that failed."""
-
-
 class _Withdrawn(Exception):
     """Its caller went away."""
 
@@ -63,7 +53,8 @@ class Stager:
 
     def __init__(self, inbox: Inbox) -> None:
         """`start` begins, `fail` ends."""
-        self.statistics = LoadStatistics()
+        self.loads_total = 0
+        """Model state dicts installed."""
         self._inbox = inbox
         self._prepare: Prepare = lambda tensors: tensors
         self._installed = 0
@@ -147,8 +138,7 @@ class Stager:
         if staged.error is not None:
             raise staged.error
         self._installed = version
-        self.statistics.loads_total += 1
-        self.statistics.error = ""
+        self.loads_total += 1
 
     def _hand_over(self, load: LoadCall, staged: Staged) -> None:
         with self._changed:
@@ -161,8 +151,6 @@ class Stager:
 
     def _load_failed(self, load: LoadCall, error: Exception) -> None:
         if not isinstance(error, EngineFailed):
-            self.statistics.failed_loads_total += 1
-            self.statistics.error = f"version {load.version}: {type(error).__name__}: {error}"
             _log.debug("version %d was not installed", load.version, exc_info=error)
         load.waiter.fail(error if isinstance(error, TailraceError) else _as_load_error(load.version, error))
 

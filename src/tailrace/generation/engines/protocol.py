@@ -61,19 +61,10 @@ class EngineCounts(msgspec.Struct, kw_only=True):
     sampled_tokens_total: int = 0
     prefilled_tokens_total: int = 0
     """Prompt tokens that went through the model."""
-    cached_prompt_tokens_total: int = 0
-    """Prompt tokens that did not have to, because their keys and values were there."""
-    evicted_sessions_total: int = 0
-    preemptions_total: int = 0
-    """Running requests whose keys and values were taken away, to be computed again."""
-    mixed_cache_tokens_total: int = 0
-    """Tokens sampled over keys and values that older weights had a part in."""
-    nonfinite_logprobs_total: int = 0
-    """Log-probabilities that were NaN or infinite."""
 
 
 class EngineStatistics(EngineCounts, frozen=True, kw_only=True):  # type: ignore[misc]  # msgspec allows it
-    """A snapshot of an engine. The generator counts requests in flight and loads."""
+    """A snapshot of an engine. The generator counts loads."""
 
     policy_version: int
     """Version of the installed model state dict."""
@@ -86,14 +77,8 @@ class EngineStatistics(EngineCounts, frozen=True, kw_only=True):  # type: ignore
     kv_tokens: int
     """Tokens whose keys and values are cached."""
     kv_capacity_tokens: int
-    in_flight: int = 0
-    """Requests accepted and not yet resolved."""
     loads_total: int = 0
     """Model state dicts installed."""
-    failed_loads_total: int = 0
-    """Attempts to install one that failed; the old one went on serving."""
-    load_error: str = ""
-    """What the last attempt failed with; empty once one succeeded."""
 
 
 def request_metrics(

@@ -140,7 +140,6 @@ class SimulatedEngine(Engine):
         for one in self._running:
             one.preemptions += 1
             one.cache_version = -1
-        self._counts.preemptions_total += len(self._running)
 
     @override
     def statistics(self) -> EngineStatistics:
@@ -176,7 +175,6 @@ class SimulatedEngine(Engine):
         one.sampled += 1
         one.first_token_s = one.first_token_s or time.perf_counter()
         one.mixed += one.cache_version < self._version
-        self._counts.mixed_cache_tokens_total += one.cache_version < self._version
 
     def _reason_to_end(self, one: _Running) -> FinishReason | None:
         sampling = one.request.sampling

@@ -24,7 +24,7 @@ from tailrace.records import Completion, GenerationRequest, ModelStateDictRef, P
 from tailrace.transport.channels import decode_array
 from tailrace.transport.payloads.slabs import checked_bytes
 
-PROTOCOL = 13
+PROTOCOL = 14
 """Version of what both sides say; a hello of another one is refused."""
 
 TO_ALL = -1

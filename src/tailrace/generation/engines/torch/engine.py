@@ -224,7 +224,6 @@ class TorchEngine(Engine):
         table.cached[running] = 0
         table.preempted[running] += 1
         table.state[running] = RowState.PREFILL
-        self._counts.preemptions_total += len(running)
 
     @override
     def statistics(self) -> EngineStatistics:
@@ -318,8 +317,6 @@ class TorchEngine(Engine):
         table.added_s[row], table.started_s[row] = self._added_s[request.request_id], now_s
         table.first_token_s[row] = 0
         table.state[row] = RowState.PREFILL
-        self._counts.cached_prompt_tokens_total += reused
-        self._counts.evicted_sessions_total += int(placement.evicts)
 
     def _bring_decoding_rows_to_front(self) -> None:
         table = self._table
@@ -396,9 +393,7 @@ class TorchEngine(Engine):
         fresh = table.first_token_s[:count] == 0
         table.first_token_s[:count][fresh] = now_s
         self._counts.sampled_tokens_total += count
-        mixed = table.cache_version[:count] < self._version
-        table.mixed[:count] += mixed
-        self._counts.mixed_cache_tokens_total += int(np.count_nonzero(mixed))
+        table.mixed[:count] += table.cache_version[:count] < self._version
         broken = ~np.isfinite(logprobs)
         stopped = (table.stop_ids[:count] == token_ids[:, None]).any(axis=1)
         long_enough = table.total[:count] >= table.limit[:count]
@@ -423,7 +418,6 @@ class TorchEngine(Engine):
         if reason is FinishReason.ERROR:  # the last token was drawn from logits that are not finite
             table.total[row] -= 1
             table.pending[row] -= 1
-            self._counts.nonfinite_logprobs_total += 1
         pending, total = int(table.pending[row]), int(table.total[row])
         experts, experts_start = None, 0
         if self._experts and reason is not None and request.owner is not None:

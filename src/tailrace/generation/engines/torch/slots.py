@@ -48,8 +48,6 @@ class Placement:
     It is `row` itself where no other one is vacant; the tokens then stay where they are.
     """
     copied_tokens: int = 0
-    evicts: bool = False
-    """Whether another session's cache is lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,9 +189,7 @@ def place(table: SlotTable, request: GenerationRequest, context: Int32Array, reu
     if row is not None:
         return Placement(row, kept, donor, shared)
     row = _vacant_row(table, spare=donor)
-    if row is None:
-        return None
-    return Placement(row, 0, donor, shared, evicts=bool(table.state[row] == RowState.IDLE))
+    return None if row is None else Placement(row, 0, donor, shared)
 
 
 def front_moves(table: SlotTable) -> Iterable[Move]:

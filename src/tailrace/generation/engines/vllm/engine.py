@@ -256,17 +256,13 @@ class VllmEngine(Engine):
                 self._take(progress, output, now_s)
 
     def _take(self, progress: Progress, output: EngineCoreOutput, now_s: float) -> None:
-        preempted = progress.preemptions
         sampled = progress.take(output, self._version, now_s)
-        self._counts.preemptions_total += progress.preemptions - preempted
         self._counts.sampled_tokens_total += sampled
         if output.prefill_stats is not None:
             self._note_prefill(progress, output.prefill_stats)
         if progress.cache_s < self._installed_s:
             progress.mixed_cache_tokens += sampled
-            self._counts.mixed_cache_tokens_total += sampled
         if progress.nonfinite_logprobs:
-            self._counts.nonfinite_logprobs_total += progress.nonfinite_logprobs
             self._client.abort_requests([progress.core_id])
             self._salts.renew()  # what it cached are no numbers
             self._outbox.append(self._end(progress, FinishReason.ERROR, now_s))
@@ -278,7 +274,6 @@ class VllmEngine(Engine):
 
     def _note_prefill(self, progress: Progress, prefill: PrefillStats) -> None:
         self._counts.prefilled_tokens_total += prefill.num_computed_tokens
-        self._counts.cached_prompt_tokens_total += prefill.num_cached_tokens
         if prefill.num_cached_tokens and self._salts.is_older(progress.salt, self._version):
             progress.found_older_prefix()
 
