@@ -21,7 +21,7 @@ _LONG_TURN_S = 0.005
 
 
 class Connection(asyncio.Protocol):
-    """Hands every message's body to `on_message`, and calls `on_end` once when the other end is gone or `close`d."""
+    """Hands every message's body to `on_message`, and calls `on_end` once when the other end is gone, or on `abort`."""
 
     _transport: asyncio.Transport
 
@@ -52,11 +52,6 @@ class Connection(asyncio.Protocol):
         self._unsent += (len(body).to_bytes(LENGTH_BYTES, "little"), body)
         if self._loop.time() - self._waits_since_s > _LONG_TURN_S:
             self._flush()
-
-    def close(self) -> None:
-        """Send what is left, then end."""
-        self._flush()
-        self._transport.close()
 
     def abort(self) -> None:
         """End at once."""
