@@ -1,6 +1,6 @@
 """An engine without a model, for measuring and testing everything around one: real bookkeeping, made-up tokens.
 
-A running request samples one token per step, a function of its whole context and of the weights' version. Prompts cost
+A running request samples one token per step, a function of its whole context, whatever the weights. Prompts cost
 nothing. A "model state dict" is its version.
 """
 
@@ -61,12 +61,9 @@ class SimulatedEngine(Engine):
         max_model_tokens: int = 4096,
         chunk_tokens: int = 64,
         step_s: float = 0.0,
-        depends_on_version: bool = False,
     ):
-        """With `depends_on_version` other weights sample other tokens."""
         self._slots, self._chunk_tokens, self._step_s = slots, chunk_tokens, step_s
         self._limits = EngineLimits(vocab_size=vocab_size, max_model_tokens=max_model_tokens)
-        self._depends_on_version = depends_on_version
         self._version = 0
         self._waiting: deque[_Running] = deque()
         self._running: list[_Running] = []
@@ -167,8 +164,7 @@ class SimulatedEngine(Engine):
     def _sample(self, one: _Running) -> None:
         if one.cache_version < 0:  # computed again, by the weights of this step
             one.cache_version = self._version
-        salt = self._version if self._depends_on_version else 0
-        token_id = zlib.crc32(salt.to_bytes(4, "little"), one.checksum) % self._limits.vocab_size
+        token_id = zlib.crc32(bytes(4), one.checksum) % self._limits.vocab_size
         one.checksum = zlib.crc32(np.int32(token_id).tobytes(), one.checksum)
         one.token_ids.append(token_id)
         one.versions.append(self._version)
