@@ -23,8 +23,8 @@ _LOOK_S = 0.02
 class RedisServer:
     """One `redis-server`, on a free port. What it prints goes where this process's output goes."""
 
-    def __init__(self, folder: Path, *, keeps_data: bool = False, max_memory_bytes: int = 0) -> None:
-        """It writes into `folder`, and only with `keeps_data`, each command at once. 0 bytes: no limit.
+    def __init__(self, folder: Path, *, keeps_data: bool = False) -> None:
+        """It writes into `folder`, and only with `keeps_data`, each command at once.
 
         Raises `SettingsError` where none is installed.
         """
@@ -34,7 +34,7 @@ class RedisServer:
                 "give transport.redis.url",
                 key=("transport", "redis", "start"),
             )
-        self._folder, self._keeps_data, self._max_memory_bytes = folder, keeps_data, max_memory_bytes
+        self._folder, self._keeps_data = folder, keeps_data
         self._password, self._port = secrets.token_urlsafe(24), free_port()
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -85,7 +85,7 @@ class RedisServer:
                 'save ""',
                 f"appendonly {'yes' if self._keeps_data else 'no'}",
                 "appendfsync always",
-                f"maxmemory {self._max_memory_bytes}",
+                "maxmemory 0",
                 "maxmemory-policy noeviction",
                 "loglevel warning",
                 "",
