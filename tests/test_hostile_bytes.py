@@ -221,7 +221,7 @@ def channel_messages(folder: Path) -> Reader:
     trained = StepTrained(epoch="e", step=3, version=3, metrics={"loss": 0.5})
     ended = TrainerEnded(epoch="e", status=RunStatus.FINISHED, step=3, reason="")
     several = [AppendEvent(1, trained), EventLogged(ended), FollowLog(), LogEnded()]
-    untagged = [BatchRef(1, "segment", 1, 100), BatchAcknowledged(1, 1)]
+    untagged = [BatchRef(1, "segment", 1, 100), BatchAcknowledged(1)]
 
     def read(content: bytes) -> None:
         outcomes: list[object] = []

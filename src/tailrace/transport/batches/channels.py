@@ -37,7 +37,6 @@ from tailrace.transport.payloads.accounts import PayloadAccounts
 class BatchAcknowledged(msgspec.Struct, frozen=True):
     """A rank is done with its part of a batch."""
 
-    step: int
     sequence: int
 
 
@@ -341,7 +340,7 @@ class ChannelBatchReceiver(BatchReceiver):
         ref = self._received.pop(step, None)
         if ref is None:
             raise not_received(step)
-        self._channel.send(encode(BatchAcknowledged(step, ref.sequence)))
+        self._channel.send(encode(BatchAcknowledged(ref.sequence)))
 
     @override
     async def close(self) -> None:
