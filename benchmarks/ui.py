@@ -209,8 +209,9 @@ def sidecar_rows(root: Path, times: int) -> Iterator[Row]:
         writer = BackgroundWriter()
         tokens = TokenWriter(run.folder / "tokens", writer, token_text, every_steps=1, max_bytes=1 << 40)
         began_s = time.perf_counter()
-        assert tokens.write(step, entries, {})
+        tokens.write(step, entries, {})
         assert writer.close(600)
+        assert writer.dropped == 0
         written.append(time.perf_counter() - began_s)
         write_export(run.folder / f"tokens/step_{step:06d}_rank_0.parquet", entries)
     yield row("sidecar-write", written, "s")

@@ -241,10 +241,11 @@ class MadeRun:
         )
         for step in steps:
             entries = self.entries(step)
-            assert tokens.write(step, entries, {})
+            tokens.write(step, entries, {})
             if exported:
                 write_export(self.folder / "tokens" / f"step_{step:06d}_rank_0.parquet", entries)
         assert writer.close(600)
+        assert writer.dropped == 0
 
     def write_trace(self, *, joined: bool = True) -> None:
         """Of all steps so far: a trainer, one replica, and the rollouts of the orchestrator."""

@@ -67,10 +67,10 @@ class JsonlSink:
         self._path = path
         self._writer = writer
 
-    def write(self, record: Mapping[str, Json]) -> bool:
-        """Append one record. Never waits and never raises: False, and counted, when it was dropped."""
+    def write(self, record: Mapping[str, Json]) -> None:
+        """Append one record. Never waits and never raises: where there is no room it is dropped, and counted."""
         line = dict(record)
-        return self._writer.submit(lambda: self._append(line))
+        self._writer.submit(lambda: self._append(line))
 
     def _append(self, record: dict[str, Json]) -> None:
         with phase("write_metrics"):
@@ -119,22 +119,23 @@ class RolloutWriter:
         self._every_steps = every_steps
         self._waiting = WaitingRollouts(writer, at_most=waiting_rollouts)
 
-    def write(self, step: int, entries: Sequence[RolloutEntry]) -> bool:
-        """Append these rollouts to the file of `step`. Never waits and never raises: False when they were dropped.
+    def write(self, step: int, entries: Sequence[RolloutEntry]) -> None:
+        """Append these rollouts to the file of `step`. Never waits and never raises: they are dropped, and counted,
+        where there is no room.
 
-        Does nothing (True) where `every_steps` leaves the step out. The rollouts must be final: they are read later, in
-        the writer's thread.
+        Does nothing where `every_steps` leaves the step out. The rollouts must be final: they are read later, in the
+        writer's thread.
         """
-        if self._every_steps == 0 or step % self._every_steps != 0 or not entries:
-            return True
-        return self._submit(rollouts_path(self._folder, step), step, entries)
+        if self._every_steps and step % self._every_steps == 0 and entries:
+            self._submit(rollouts_path(self._folder, step), step, entries)
 
-    def write_evaluation(self, step: int, entries: Sequence[RolloutEntry]) -> bool:
+    def write_evaluation(self, step: int, entries: Sequence[RolloutEntry]) -> None:
         """Append an evaluation's rollouts to a file of their own. Never waits and never raises."""
-        return self._every_steps == 0 or self._submit(evaluation_path(self._folder, step), step, entries)
+        if self._every_steps:
+            self._submit(evaluation_path(self._folder, step), step, entries)
 
-    def _submit(self, path: Path, step: int, entries: Sequence[RolloutEntry]) -> bool:
-        return self._waiting.submit(entries, lambda taken: _append_rollouts(path, step, taken))
+    def _submit(self, path: Path, step: int, entries: Sequence[RolloutEntry]) -> None:
+        self._waiting.submit(entries, lambda taken: _append_rollouts(path, step, taken))
 
 
 def _append_rollouts(path: Path, step: int, entries: Iterator[RolloutEntry]) -> None:

@@ -80,21 +80,22 @@ class TokenWriter:
         """Whether the step's rollouts are written."""
         return bool(self._every_steps) and step % self._every_steps == 0
 
-    def write(self, step: int, entries: Sequence[RolloutEntry], oldest_versions: Mapping[RolloutId, int]) -> bool:
+    def write(self, step: int, entries: Sequence[RolloutEntry], oldest_versions: Mapping[RolloutId, int]) -> None:
         """Write what ended with a step; of trained rollouts, tokens older than `oldest_versions` bore no loss.
 
-        Never waits and never raises: False when they were dropped. The rollouts must be final.
+        Never waits and never raises: they are dropped, and counted, where there is no room. The rollouts must be final.
         """
-        return not self.wants(step) or self._submit(Moment(step), entries, oldest_versions)
+        if self.wants(step):
+            self._submit(Moment(step), entries, oldest_versions)
 
-    def write_evaluation(self, step: int, entries: Sequence[RolloutEntry]) -> bool:
+    def write_evaluation(self, step: int, entries: Sequence[RolloutEntry]) -> None:
         """The same of an evaluation that was due at the step."""
-        return not self._every_steps or self._submit(Moment(step, is_evaluation=True), entries, {})
+        if self._every_steps:
+            self._submit(Moment(step, is_evaluation=True), entries, {})
 
-    def _submit(self, moment: Moment, entries: Sequence[RolloutEntry], oldest: Mapping[RolloutId, int]) -> bool:
-        if not any(entry.rollout.branches for entry in entries):
-            return True
-        return self._waiting.submit(entries, lambda taken: self._write(moment, taken, oldest))
+    def _submit(self, moment: Moment, entries: Sequence[RolloutEntry], oldest: Mapping[RolloutId, int]) -> None:
+        if any(entry.rollout.branches for entry in entries):
+            self._waiting.submit(entries, lambda taken: self._write(moment, taken, oldest))
 
     def _write(self, moment: Moment, entries: Iterator[RolloutEntry], oldest: Mapping[RolloutId, int]) -> None:
         path = self._folder / moment.file_name
