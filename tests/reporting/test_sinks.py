@@ -188,7 +188,7 @@ def test_rollouts_that_wait_for_a_slow_disk_are_bounded_by_their_number(tmp_path
     assert writer.close()
     assert writer.dropped == 1
     assert [record.step for record in read_rollouts(tmp_path)] == [1] * 7
-    assert read_jsonl(tmp_path / "metrics") == [{"step": 1}]
+    assert [*read_jsonl(tmp_path / "metrics")] == [{"step": 1}]
 
 
 def test_what_the_disk_refused_makes_room_for_later_rollouts(tmp_path: Path) -> None:
