@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from datetime import date
 from pathlib import Path
@@ -38,6 +39,9 @@ shout = EnvironmentSpec(name="shout", agent=agent, train_tasks=[{"word": str(i)}
 def factory(*, num_words: int, prefix: str = "w") -> EnvironmentSpec:
     rows = [{"word": f"{prefix}{i}"} for i in range(num_words)]
     return EnvironmentSpec(name="made", agent=agent, train_tasks=rows)
+
+def keyed(*, headers: dict[str, str], sizes: int = 0) -> EnvironmentSpec:
+    return shout
 
 def dated(*, since: datetime.date) -> EnvironmentSpec:
     return EnvironmentSpec(name=f"{since!r}", agent=agent, train_tasks=[{"word": "a"}])
@@ -153,6 +157,23 @@ def test_a_wrong_name_or_argument_is_told_with_the_right_one(
     with pytest.raises(SettingsError) as caught:
         load_environment(own(attribute, args=args, data="rows.jsonl"))
     assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        ({"headers": {"X-Key": "sesame", "Retries": 5}}, "environment.args.headers.Retries of own_things:keyed: Input"),
+        ({"headers": {}, "sizes": {"key": "sesame"}}, "environment.args.sizes of own_things:keyed: Input should be"),
+        ({"headers": [{"key": "sesame"}]}, "environment.args.headers of own_things:keyed: Input should be"),
+    ],
+)
+def test_a_wrong_value_in_a_table_is_told_by_its_place_and_nothing_beside_it(
+    own: Callable[..., EnvironmentSettings], args: dict[str, object], says: str
+) -> None:
+    with pytest.raises(SettingsError) as caught:
+        load_environment(own("keyed", args=args))
+    assert says in str(caught.value)
+    assert "sesame" not in "".join(traceback.format_exception(caught.value))
 
 
 @pytest.mark.parametrize(

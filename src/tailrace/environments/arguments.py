@@ -51,13 +51,19 @@ def unknown_argument(name: str, known: list[str], *, owner: str) -> SettingsErro
 
 
 def convert_argument(name: str, value: Json, annotation: Any, *, owner: str) -> Any:
-    """The value as the annotated type. Raises `SettingsError` naming the argument and what was expected."""
+    """The value as the annotated type. Raises `SettingsError` naming the argument and what was expected.
+
+    Nothing of a table or list is told but the place of what is wrong: it may hold keys.
+    """
     try:
         converted = TypeAdapter(annotation).validate_python(value)
     except ValidationError as error:
-        problem = error.errors()[0]["msg"]
-        said = f"environment.args.{name} of {owner} is {value!r}: {problem}"
-        raise SettingsError(said, key=("args", name)) from error
+        problem = error.errors()[0]
+        said = f"environment.args.{name} of {owner} is {value!r}: {problem['msg']}"
+        if isinstance(value, dict | list):
+            place = ".".join(["environment.args", name, *map(str, problem["loc"])])
+            said = f"{place} of {owner}: {problem['msg']}"
+        raise SettingsError(said, key=("args", name)) from None
     if isinstance(value, bool) and not isinstance(converted, bool):  # pydantic makes the number 1 of true
         said = f"environment.args.{name} of {owner} is no switch, it needs a value"
         raise SettingsError(said, key=("args", name))
