@@ -216,7 +216,7 @@ class _Chunks(Events):
 def _message(message: Json, name: str) -> Message:
     given = of_type(message, dict, name)
     read = _of_role(given, name)
-    if who := given.get("name"):
+    if read["role"] != "tool" and (who := given.get("name")):  # a tool's may take the place of its role
         read["name"] = of_type(who, str, f"{name}.name")
     return read
 
