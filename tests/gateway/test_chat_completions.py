@@ -147,7 +147,8 @@ async def test_names_of_messages_reach_the_policy(renderer_of: Callable[[str], C
         refused = await post(talk, {"model": "m", "messages": [{**user("?"), "name": 5}]})
     assert second.status_code == 200, second.text
     names = [message.get("name") for message in talk.rollout.messages]
-    assert names == ["rules", "Max", "planner", "add", None, None, "Eva", None]
+    assert talk.rollout.metrics["realigned_turns"] == 0
+    assert names == ["rules", "Max", "planner", None, None, None, "Eva", None]
     assert len(talk.rollout.branches) == 1
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "messages[0].name")
 

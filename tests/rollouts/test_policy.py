@@ -108,6 +108,14 @@ async def test_a_reply_handed_back_in_another_form_is_realigned(renderer: ChatRe
     assert talk.rollout.metrics["realigned_turns"] == 1
 
 
+async def test_a_reply_handed_back_with_a_name_is_the_same(renderer: ChatRenderer) -> None:
+    talk = Talk(renderer, ["Ada"])
+    reply = await talk.policy.chat([user("a")])
+    await talk.policy.chat([user("a"), {**reply.message, "name": "planner"}, user("b")])
+    assert len(talk.rollout.branches) == 1
+    assert talk.rollout.metrics["realigned_turns"] == 0
+
+
 async def test_a_turn_that_fails_leaves_nothing_on_its_branch_and_takes_no_tokens_of_the_budget(
     renderer: ChatRenderer,
 ) -> None:

@@ -1,8 +1,8 @@
 """Which branch a conversation extends: a pure comparison of messages, no tokens.
 
-exact        the message came back as it was handed out
+exact        the message came back as it was handed out, whatever name the agent gave it
 realigned    it came back changed in form only (outer whitespace, reasoning left out, arguments as a
-             JSON string, characters that decoding had replaced, a name): the sampled tokens stand
+             JSON string, characters that decoding had replaced): the sampled tokens stand
 different    the agent rewrote it
 """
 
@@ -168,8 +168,13 @@ def _common(conversation: BranchConversation, messages: Sequence[Message]) -> tu
             continue
         if position not in replies or not same_reply(seen, given):
             return position, realigned
-        realigned.append(position)
+        if _unnamed(seen) != _unnamed(given):
+            realigned.append(position)
     return min(len(conversation.messages), len(messages)), realigned
+
+
+def _unnamed(message: Message) -> dict[str, object]:
+    return {key: value for key, value in message.items() if key != "name"}
 
 
 def same_reply(ours: Message, theirs: Message) -> bool:
