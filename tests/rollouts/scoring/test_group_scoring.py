@@ -116,6 +116,25 @@ async def test_a_rollout_whose_reward_failed_can_be_kept_without_one(renderer: C
     assert rollout.metadata == {"state": "kept"}
 
 
+async def test_what_was_reported_is_part_of_a_groups_score_where_the_own_reward_failed_and_is_kept_without(
+    renderer: ChatRenderer,
+) -> None:
+    async def agent(task: Task, policy: Policy) -> AgentResult:
+        await ask(task, policy)
+        return AgentResult(metrics={"turns": 3.0, "loss": float("nan")}, info={"state": "kept"})
+
+    async def rank(group: Group) -> list[float]:
+        return [2.0]
+
+    spec = spec_of(agent, reward=outage, score_group=rank)
+    async with rollouter(renderer, spec, score_errors={"on_error": "keep_unscored"}) as rollouts:
+        rollout = await run(rollouts, spec)
+        group = group_of(spec)
+        group.rollouts = [rollout]
+        assert await rollouts.score(group) == [group]
+    assert rollout.reward == Reward(2.0, {"turns": 3.0}, {"state": "kept"})
+
+
 @pytest.mark.parametrize(("at_once", "seen"), [(2, 2), (0, 12)])
 def test_only_so_many_groups_are_scored_at_once_and_waiting_is_not_within_the_limit(
     renderer: ChatRenderer, at_once: int, seen: int

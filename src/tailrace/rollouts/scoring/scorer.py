@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
+from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from copy import copy
 from numbers import Real
 from typing import Any, TypeAlias
@@ -78,8 +78,9 @@ class Scorer:
 
         Without a reward it stays unscored where its group will be scored, or where the error budget keeps what is
         unscored; metrics and info are then kept beside the rollout, and those of one whose group will be scored are
-        added to the reward that it gets there. Raises what `score` raises, `InvalidReward` where the reward is missing
-        or it, or a metric, is no finite number, and `ErrorBudgetSpent` where this failure is one too many.
+        added to the reward that it gets there, also where `score` failed. Raises what `score` raises, `InvalidReward`
+        where the reward is missing or it, or a metric, is no finite number, and `ErrorBudgetSpent` where this failure
+        is one too many.
         """
         self._rewards.started += 1
         try:
@@ -95,6 +96,8 @@ class Scorer:
                 raise
             drop_frames(error)
             result, reward = reported, None
+            if is_group_scored:
+                rollout.reported_metrics, rollout.reported_info = _finite_metrics(reported), dict(reported.info)
         if reward is None:
             _leave_unscored(rollout, result)
         else:
@@ -189,6 +192,15 @@ def _components(result: AgentResult, rollout: Rollout) -> dict[str, float]:
     """Its metrics. Raises `InvalidReward` for one that is no finite number."""
     what = _of(rollout)
     return {name: finite_number(part, f"{what}, component {name!r},") for name, part in result.metrics.items()}
+
+
+def _finite_metrics(result: AgentResult) -> dict[str, float]:
+    """Its metrics without those that are no finite numbers."""
+    metrics: dict[str, float] = {}
+    for name, part in result.metrics.items():
+        with suppress(Exception):  # a number of a user's own class may raise anything
+            metrics[name] = finite_number(part, name)
+    return metrics
 
 
 def _of(rollout: Rollout) -> str:
