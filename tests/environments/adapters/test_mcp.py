@@ -185,9 +185,44 @@ async def test_a_header_has_what_the_variable_holds_that_it_names(monkeypatch: p
 
 async def test_a_command_is_given_what_the_variable_holds_that_its_own_names(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MCP_KEY", "sesame")
-    assert told(await ask(small("env", env={"API_KEY": "${MCP_KEY}"}), calls("shout", {"word": "API_KEY"}), "So.")) == (
-        "sesame"
-    )
+    args: dict[str, Json] = {"command": [*mcp_servers.COMMAND, "env"], "env": {"API_KEY": "${MCP_KEY}"}}
+    spec = load_environment(EnvironmentSettings(name="mcp", args=args), with_tasks=False)
+    assert spec.agent is not None
+    policy = ScriptedPolicy([calls("shout", {"word": "API_KEY"}), "So."])
+    await spec.agent(Task(TaskId("t"), "e", 0, {"prompt": "Shout."}), policy)
+    assert told(policy) == "sesame"
+
+
+async def test_in_code_values_are_taken_as_they_are() -> None:
+    server = small("env", env={"PROMPT": "$NO_SUCH_KEY, 5 $$"})
+    assert told(await ask(server, calls("shout", {"word": "PROMPT"}), "So.")) == "$NO_SUCH_KEY, 5 $$"
+    assert "NO_SUCH_KEY" not in repr(server)
+    async with served(front := Front()) as url:
+        await ask(McpServer(url=url, headers={"X-Price": "5 $"}))
+    assert front.headers[b"x-price"] == b"5 $"
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (
+            {"url": "http://x", "headers": {"X-Key": "Bearer $NO_SUCH_KEY"}},
+            r"environment\.args\.headers\.X-Key names the variable 'NO_SUCH_KEY', and no such variable is set",
+        ),
+        ({"command": ["python"], "env": {"KEY": "$NO_SUCH_KEY"}}, r"args\.env\.KEY names the variable 'NO_SUCH_KEY'"),
+        ({"command": ["python"], "env": {"PRICE": "$5"}}, "without the name of a variable"),
+    ],
+)
+def test_values_in_settings_that_name_no_variable_are_refused_before_a_run(args: dict[str, Json], says: str) -> None:
+    with pytest.raises(SettingsError, match=says):
+        load_environment(EnvironmentSettings(name="mcp", args=args), with_tasks=False)
+
+
+def test_a_dry_run_says_which_variable_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    own = ["--environment.name", "mcp", "--environment.args.url", "http://x"]
+    headers = ["--environment.args.headers", '{ X-Key = "$NO_SUCH_KEY" }']
+    assert main(["train", "quickstart", *own, *headers, "--dry-run"]) == 2
+    assert "environment.args.headers.X-Key names the variable 'NO_SUCH_KEY'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -436,12 +471,6 @@ async def test_two_servers_must_not_have_one_tool(monkeypatch: pytest.MonkeyPatc
         (lambda: McpServer(url="http://x", env={"a": "b"}), "env is not for an MCP server by url"),
         (lambda: McpServer(command=["python"], headers={"a": "b"}), "headers is not for an MCP server by command"),
         (lambda: McpServer(command=["python"], call_timeout_s=0), "must be above 0"),
-        (
-            lambda: McpServer(url="http://x", headers={"X-Key": "Bearer $NO_SUCH_KEY"}),
-            "'X-Key' in `headers` of the MCP server http://x names the variable 'NO_SUCH_KEY', and no such variable is",
-        ),
-        (lambda: McpServer(command=["python"], env={"KEY": "$NO_SUCH_KEY"}), "'KEY' in `env` of .* 'NO_SUCH_KEY'"),
-        (lambda: McpServer(command=["python"], env={"PRICE": "$5"}), "without the name of a variable"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(make: Callable[[], McpServer], says: str) -> None:

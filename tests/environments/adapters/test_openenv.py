@@ -93,8 +93,13 @@ async def test_a_header_has_what_the_variable_holds_that_it_names(
 ) -> None:
     monkeypatch.setenv("OPENENV_KEY", "sesame")
     async with fakes.served(fakes.FakeServer()) as server:
-        await rollout(at(server.url, headers={"Authorization": "Bearer $OPENENV_KEY"}, transport=transport), "stop")
-    assert {*server.headers} == {"Bearer sesame"}
+        headers: dict[str, Json] = {"Authorization": "Bearer $OPENENV_KEY"}
+        args: dict[str, Json] = {"url": server.url, "headers": headers, "transport": transport}
+        await rollout(load_environment(EnvironmentSettings(name="openenv", args=args)), "stop")
+        assert {*server.headers} == {"Bearer sesame"}
+        server.headers.clear()
+        await rollout(at(server.url, headers={"Authorization": "Bearer $in-code"}, transport=transport), "stop")
+        assert {*server.headers} == {"Bearer $in-code"}
 
 
 async def test_an_action_of_several_fields_is_a_tool_and_wrong_ones_are_told() -> None:
@@ -369,7 +374,12 @@ def _servers_of(package: str) -> list[psutil.Process]:
         (OpenEnvServer, "either a `url` or a `package`"),
         (lambda: OpenEnvServer(url="localhost:8000"), "begins with http"),
         (lambda: OpenEnvServer(url="http://x", step_timeout_s=0), "must be above 0"),
-        (lambda: OpenEnvServer(url="http://x", headers={"X-Key": "$NO_SUCH_KEY"}), "'X-Key' in .* 'NO_SUCH_KEY'"),
+        (
+            lambda: load_environment(
+                EnvironmentSettings(name="openenv", args={"url": "http://x", "headers": {"X-Key": "$NO_SUCH_KEY"}})
+            ),
+            "X-Key names the variable 'NO_SUCH_KEY'",
+        ),
         (lambda: openenv_environment(OpenEnvServer(url="http://x"), action="tool", action_field="w"), "action_field"),
         (lambda: load_environment(EnvironmentSettings(name="openenv", args={"ulr": "x"})), "did you mean 'url'"),
         (lambda: load_environment(EnvironmentSettings(name="openenv", args={"transport": "pigeon"})), "transport"),

@@ -16,6 +16,7 @@ from tailrace.environments.protocol import Agent, EnvironmentSpec, Policy
 from tailrace.environments.results import AgentResult
 from tailrace.environments.single_turn import opening_of
 from tailrace.environments.tools import ERROR_PREFIX, answer_tool_calls
+from tailrace.environments.variables import with_variables
 from tailrace.errors import BudgetExceeded, EnvironmentFailed, RequestRefused
 from tailrace.records import Task
 
@@ -37,14 +38,16 @@ def mcp(
 ) -> EnvironmentSpec:
     """An agent with the tools of one server, see `McpServer`; the tasks have a column `prompt`.
 
-    Raises `SettingsError` where the server cannot be started or listed (once before a run, not here).
+    Values of `env` and `headers` may name variables of this process, `Bearer $MCP_KEY`: see `with_variables`. Raises
+    `SettingsError` where one is not set, and where the server cannot be started or listed (that once before a run, not
+    here).
     """
     server = McpServer(
         command=command or (),
         url=url,
-        env=env or {},
+        env=with_variables(env or {}, argument="env"),
         cwd=cwd,
-        headers=headers or {},
+        headers=with_variables(headers or {}, argument="headers"),
         only=only,
         shared=shared,
         start_timeout_s=start_timeout_s,

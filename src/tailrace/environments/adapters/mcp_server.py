@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, Any
 
 from tailrace.environments.adapters.shared_attempt import SharedAttempt
 from tailrace.environments.tools import Tool
-from tailrace.environments.variables import with_variables
 from tailrace.errors import EnvironmentFailed, SettingsError, ToolError
 from tailrace.extras import import_extra
 from tailrace.records import Json, ToolSpec
@@ -70,19 +69,16 @@ class McpTools:
 class McpServer:
     """Where an MCP server comes from, and its limits. Give a `command` (stdio) or a `url` (streamable HTTP).
 
-    Values of `env` and `headers` may name variables of this process, `Bearer $MCP_KEY`: see `with_variables`.
-
-    Raises `SettingsError` where both or neither are given, there is no such command or variable, or the package is
-    missing.
+    Raises `SettingsError` where both or neither are given, there is no such command, or the package is missing.
     """
 
     command: Sequence[str] = ()
     url: str | None = None
-    env: Mapping[str, str] = field(default_factory=dict)
-    """Variables for the command, beside a few that it inherits (PATH, HOME, ...)."""
+    env: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """Variables for the command, as they are given, beside a few that it inherits (PATH, HOME, ...)."""
     cwd: str | None = None
-    headers: Mapping[str, str] = field(default_factory=dict)
-    """Sent with each request to the `url`."""
+    headers: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """Sent with each request to the `url`, as they are given."""
     only: Sequence[str] | None = None
     """Names of the tools to offer; None: all of them."""
     shared: bool = False
@@ -107,25 +103,16 @@ class McpServer:
         if min(self.start_timeout_s, self.call_timeout_s, self.max_result_characters) <= 0:
             raise SettingsError("the limits of an MCP server must be above 0")
         import_extra("mcp", extra="mcp", what="an MCP server")
-        self.own_headers()
         if self.command:
             from tailrace.environments.adapters.mcp_stdio import server_environment
 
-            path = {**server_environment(), **self.own_env()}["PATH"]
+            path = {**server_environment(), **self.env}["PATH"]
             if shutil.which(self.command[0], path=path) is None:
                 raise SettingsError(f"there is no command {self.command[0]!r}, which an MCP server is to be started by")
         object.__setattr__(self, "_shared", _SharedConnection(self))
 
     def __str__(self) -> str:
         return f"the MCP server {self.url or ' '.join(self.command)}"
-
-    def own_env(self) -> dict[str, str]:
-        """`env`, with what its variables hold."""
-        return with_variables(self.env, of=f"in `env` of {self}")
-
-    def own_headers(self) -> dict[str, str]:
-        """`headers`, with what their variables hold."""
-        return with_variables(self.headers, of=f"in `headers` of {self}")
 
     @asynccontextmanager
     async def tools(self) -> AsyncIterator[McpTools]:
@@ -232,7 +219,7 @@ class _Connection:
         if server.url is None:
             from tailrace.environments.adapters.mcp_stdio import StdioTransport
 
-            self._transport = StdioTransport(server.command, env=server.own_env(), cwd=server.cwd)
+            self._transport = StdioTransport(server.command, env=server.env, cwd=server.cwd)
             yield self._transport
             return
         import httpx2
@@ -240,7 +227,7 @@ class _Connection:
 
         limits = httpx2.Timeout(server.start_timeout_s, read=max(server.call_timeout_s, _HTTP_READ_S))
         async with httpx2.AsyncClient(
-            headers=server.own_headers(), timeout=limits, event_hooks={"response": [_note_refusal]}
+            headers=dict(server.headers), timeout=limits, event_hooks={"response": [_note_refusal]}
         ) as client:
             yield streamable_http_client(server.url, http_client=client)
 

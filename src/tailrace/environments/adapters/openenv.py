@@ -25,6 +25,7 @@ from tailrace.environments.results import AgentResult, finite_number
 from tailrace.environments.rows import EmptyRows
 from tailrace.environments.single_turn import asked_in
 from tailrace.environments.tools import ERROR_PREFIX
+from tailrace.environments.variables import with_variables
 from tailrace.errors import BudgetExceeded, EnvironmentFailed, RequestRefused, SettingsError
 from tailrace.records import Json, Message, Reply, Task, ToolSpec
 
@@ -49,13 +50,16 @@ def openenv(
     observation_field: str | None = None,
     system_prompt: str | None = None,
 ) -> EnvironmentSpec:
-    """An environment of the server that the first arguments name, see `OpenEnvServer`, and `openenv_environment`."""
+    """An environment of the server that the first arguments name, see `OpenEnvServer`, and `openenv_environment`.
+
+    Values of `headers` may name variables of this process: see `with_variables`.
+    """
     given = {} if python is None else {"python": python}
     server = OpenEnvServer(
         url=url,
         package=package,
         cwd=cwd,
-        headers=headers or {},
+        headers=with_variables(headers or {}, argument="headers"),
         transport=transport,
         start_timeout_s=start_timeout_s,
         step_timeout_s=step_timeout_s,

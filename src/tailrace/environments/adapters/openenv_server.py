@@ -20,7 +20,6 @@ from urllib.parse import urlsplit, urlunsplit
 
 from tailrace.child_processes import kill_group
 from tailrace.environments.adapters.shared_attempt import SharedAttempt
-from tailrace.environments.variables import with_variables
 from tailrace.errors import EnvironmentFailed, SettingsError
 from tailrace.extras import import_extra
 from tailrace.records import Json
@@ -81,8 +80,8 @@ class OpenEnvServer:
     """The interpreter to start it with: of an environment of its own where OpenEnv is installed in another one."""
     cwd: str | None = None
     """The folder to start it in."""
-    headers: Mapping[str, str] = field(default_factory=dict)
-    """Sent with each request. Values may name variables of this process, `Bearer $KEY`: see `with_variables`."""
+    headers: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """Sent with each request, as they are given."""
     transport: Transport = "auto"
     start_timeout_s: float = 60.0
     step_timeout_s: float = 60.0
@@ -97,15 +96,10 @@ class OpenEnvServer:
             raise SettingsError("the limits of an OpenEnv server must be above 0")
         if self.transport != "http":
             import_extra("websockets", extra="openenv", what="OpenEnv")
-        self.own_headers()
         object.__setattr__(self, "_running", _Running(self))
 
     def __str__(self) -> str:
         return f"the OpenEnv server {self.url or self.package}"
-
-    def own_headers(self) -> dict[str, str]:
-        """`headers`, with what their variables hold. Raises `SettingsError` where one is not set."""
-        return with_variables(self.headers, of=f"in `headers` of {self}")
 
     async def schema(self) -> dict[str, Json]:
         """Its schemas of actions and observations. Raises `EnvironmentFailed`."""
@@ -141,7 +135,7 @@ class OpenEnvServer:
         import httpx
 
         return httpx.AsyncClient(
-            base_url=base, headers=self.own_headers(), timeout=self.step_timeout_s, trust_env=not _is_here(base)
+            base_url=base, headers=dict(self.headers), timeout=self.step_timeout_s, trust_env=not _is_here(base)
         )
 
 
@@ -216,7 +210,7 @@ class _Running:
                         open_timeout=self._server.start_timeout_s,
                         ping_timeout=None,  # a server may be busy for the whole of step_timeout_s
                         max_size=_MAX_MESSAGE_BYTES,
-                        additional_headers=self._server.own_headers(),
+                        additional_headers=dict(self._server.headers),
                         proxy=None if _is_here(base) else True,
                     )
                 )
