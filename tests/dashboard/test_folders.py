@@ -111,7 +111,7 @@ def test_settings_that_differ_and_seeds_of_one_family(tmp_path: Path) -> None:
 
 def test_keys_in_which_runs_differ_are_masked_and_tell_them_apart(tmp_path: Path) -> None:
     for name, seed, key in (("a", 0, "sesame"), ("b", 1, "sesame"), ("c", 0, "mellon")):
-        environment: dict[str, Json] = {"name": "mcp", "args": {"env": {"API_KEY": key}}}
+        environment: dict[str, Json] = {"name": "mcp", "args": {"command": ["server"], "env": {"API_KEY": key}}}
         MadeRun(folder=tmp_path / name, seed=seed, settings={"environments": [environment]})
     rows = {row.id: row for row in RunTable().rows(find_runs(tmp_path))}
     assert [bytes(row.differing["environments.0.args.env.API_KEY"]) for row in rows.values()] == [b'"***"'] * 3

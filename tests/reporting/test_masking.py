@@ -46,7 +46,7 @@ def test_what_may_be_a_key_is_masked_and_what_names_a_variable_is_shown() -> Non
     "args",
     [
         {"env": "CartPole-v1"},  # an argument that is called so
-        {"env": {"agent": {"harness": {"id": "null"}}, "max_turns": 8}},  # verifiers'
+        {"env": {"id": "wordle", "agent": {"harness": {"id": "null"}}, "max_turns": 8}},  # verifiers'
         {"headers": ["a", "b"], "names": {"key": "sesame"}},
     ],
 )

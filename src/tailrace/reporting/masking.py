@@ -1,7 +1,7 @@
 """Settings as a run shows them, to trackers, in its report, on the dashboard and in its log: without keys of servers.
 
-What an environment's `args.headers` and `args.env` hold may be keys. The run's own config.toml keeps them as they are:
-a resume needs them.
+What an environment's `args.headers` and a command's `args.env` hold may be keys. The run's own config.toml keeps them
+as they are: a resume needs them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from tailrace.guards import guarded
 from tailrace.records import Json
 
 MASK = "***"
-_TABLES = ("headers", "env")
 _NAMES_A_VARIABLE = re.compile(r"(\w+ )?\$(\w+|\{\w+\})")
 
 
@@ -48,7 +47,8 @@ def _environment(environment: Json) -> Json:
     args = environment.get("args") if isinstance(environment, dict) else None
     if not isinstance(environment, dict) or not isinstance(args, dict):
         return environment
-    return {**environment, "args": {name: _table(value) if name in _TABLES else value for name, value in args.items()}}
+    tables = ("headers", "env") if "command" in args else ("headers",)  # else `env` may be anything of an author's
+    return {**environment, "args": {name: _table(value) if name in tables else value for name, value in args.items()}}
 
 
 def _table(values: Json) -> Json:
