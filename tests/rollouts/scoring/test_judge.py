@@ -220,6 +220,29 @@ async def test_an_endpoint_that_knows_the_newer_name_of_the_limit_alone_is_asked
     assert judge.usage.calls == 2
 
 
+async def test_an_error_that_names_both_limits_and_is_about_length_is_told_and_changes_no_name() -> None:
+    why = "This model's maximum context length is 64 tokens: shorten the messages, max_tokens or max_completion_tokens."
+    async with endpoint(Answer(status=400, body=why.encode()), verdict({"1": 0.5, "2": 1.0})) as serving:
+        judge = judge_at(serving, max_tokens=64, retries=0)
+        with pytest.raises(JudgeFailed, match="answered 400: This model's maximum context length"):
+            await judge(group_of("Elbe", "Oder"))
+        await score(group_of("Elbe", "Oder"), judge)
+        await judge.close()
+    assert [request.get("max_tokens") for request in serving.asked] == [64, 64]
+
+
+async def test_the_newer_name_is_kept_only_where_it_is_answered() -> None:
+    why = "'max_tokens' is not supported: use 'max_completion_tokens'"
+    answers = [refused("max_tokens", why), Answer(status=503), verdict({"1": 0.5, "2": 1.0})]
+    async with endpoint(*answers) as serving:
+        judge = judge_at(serving, max_tokens=64, retries=0)
+        with pytest.raises(JudgeFailed, match="answered 503"):
+            await judge(group_of("Elbe", "Oder"))
+        await score(group_of("Elbe", "Oder"), judge)
+        await judge.close()
+    assert ["max_tokens" in request for request in serving.asked] == [True, False, True]
+
+
 async def test_what_else_such_an_endpoint_refuses_is_told() -> None:
     with pytest.raises(JudgeFailed, match=r"in 1 calls; the last: .*answered 400: .*Only the default \(1\) value"):
         await judged(group_of("Elbe", "Oder"), as_thinking_models_do, temperature=0.5)

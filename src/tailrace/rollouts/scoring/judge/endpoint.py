@@ -14,6 +14,8 @@ from tailrace.rollouts.scoring.judge.chat import Chat, ChatAnswer
 
 _NEWER_LIMIT = "max_completion_tokens"
 """What OpenAI's models that think take in place of `max_tokens`, which other servers may know alone."""
+_REFUSES_OLDER = ("unsupported_parameter", "'max_tokens' is not supported")
+"""Says so, beside the newer name; an error that names both may be about something else, as too long a question is."""
 
 
 class _AnswerMessage(msgspec.Struct):
@@ -55,10 +57,10 @@ class EndpointChat(Chat):
         try:
             answer = await self._client.post(self._url, {**body, limit: max_tokens})
         except ChatFailed as error:
-            if error.may_recover or limit == _NEWER_LIMIT or _NEWER_LIMIT not in str(error):
+            if error.may_recover or limit == _NEWER_LIMIT or not _asks_for_newer_limit(str(error)):
                 raise
-            self._limit = _NEWER_LIMIT
             answer = await self._client.post(self._url, {**body, _NEWER_LIMIT: max_tokens})
+            self._limit = _NEWER_LIMIT
         return self._read(answer)
 
     @override
@@ -74,3 +76,7 @@ class EndpointChat(Chat):
             raise ChatFailed(what, may_recover=True) from error
         usage = response.usage or _Usage()
         return ChatAnswer(content or "", usage.prompt_tokens, usage.completion_tokens)
+
+
+def _asks_for_newer_limit(told: str) -> bool:
+    return _NEWER_LIMIT in told and any(words in told for words in _REFUSES_OLDER)
