@@ -783,6 +783,10 @@ def test_the_plan_says_every_budget_in_plain_words() -> None:
         (["--trainer.loss.reference_kl.coefficient", "0.1"], "A frozen copy of bundled:quickstart lies beside"),
         ([*TEACHER], "Each group is scored by the teacher big at http://teacher/v1 before it is trained on."),
         (
+            [*TEACHER, "--trainer.loss.distillation.url", "http://me:sesame@teacher/v1"],
+            "by the teacher big at http://teacher/v1 before",
+        ),
+        (
             ["--trainer.loss.distillation.model", "big"],
             "by the teacher big in a process of its own, the role",
         ),

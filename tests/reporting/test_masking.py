@@ -19,6 +19,8 @@ name = "run"
 name = "mcp"
 [environments.args]
 url = "https://host/mcp"
+[environments.judge]
+url = "https://me:sesame@judge/v1?api_key=sesame"
 [environments.args.headers]
 Authorization = "Bearer sesame"
 X-Key = "$MCP_KEY"
@@ -31,6 +33,12 @@ command = ["server"]
 [environments.args.env]
 API_KEY = "sesame"
 OTHER = "sesame$MCP_KEY"
+
+[trainer.loss.distillation]
+url = "https://sesame@teacher:8000/v1"
+
+[transport.redis]
+url = "redis://trainer:sesame@redis/0"
 """
 
 
@@ -40,6 +48,13 @@ def test_what_may_be_a_key_is_masked_and_what_names_a_variable_is_shown() -> Non
     assert by_url["url"] == "https://host/mcp"
     assert by_url["headers"] == {"Authorization": MASK, "X-Key": "$MCP_KEY", "X-Auth": "Bearer ${MCP_KEY}"}
     assert by_command["env"] == {"API_KEY": MASK, "OTHER": MASK}
+
+
+def test_addresses_are_shown_without_users_and_passwords() -> None:
+    shown = tomllib.loads(masked_text(SETTINGS))
+    assert shown["environments"][0]["judge"]["url"] == "https://judge/v1"
+    assert shown["trainer"]["loss"]["distillation"]["url"] == "https://teacher:8000/v1"
+    assert shown["transport"]["redis"]["url"] == "redis://redis/0"
 
 
 @pytest.mark.parametrize(
@@ -55,7 +70,9 @@ def test_what_is_no_table_of_names_and_values_is_left_as_it_is(args: dict[str, J
     assert masked(settings) == settings
 
 
-@pytest.mark.parametrize("text", ["seed  =  1 # as it was written\n", "environments = 1\n", "environments = [1]\n", ""])
+@pytest.mark.parametrize(
+    "text", ["seed  =  1 # as it was written\n", "environments = 1\n", "environments = [1]\n", "trainer = 1\n", ""]
+)
 def test_a_text_without_keys_is_shown_as_it_is_written(text: str) -> None:
     assert masked_text(text) == text
 

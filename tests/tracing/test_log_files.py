@@ -126,3 +126,18 @@ def test_a_terminal_that_takes_no_line_goes_unsaid_and_a_mistake_does_not(
     handler.setStream(_Broken(error))
     handler.handle(logging.LogRecord("tailrace", logging.INFO, __file__, 1, "a line", (), None))
     assert ("a mistake" in capsys.readouterr().err) == is_shown
+
+
+def test_requests_of_http_clients_whose_urls_may_hold_passwords_are_not_logged() -> None:
+    program = """
+import logging
+from tailrace.tracing.log_files import log_to_stderr
+log_to_stderr()
+for name in ("httpx", "httpx2"):
+    logging.getLogger(name).info("HTTP Request: POST https://me:sesame@host/v1")
+    logging.getLogger(name).warning("a warning of %s", name)
+logging.getLogger("other").info("still told")
+"""
+    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stderr
+    assert "sesame" not in told
+    assert [line in told for line in ("a warning of httpx\n", "a warning of httpx2\n", "still told")] == [True] * 3

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from tailrace.config.settings import RunSettings
 from tailrace.errors import SettingsError
 from tailrace.scheduling.settings import WINDOW_BATCHES
+from tailrace.urls import without_user
 
 _SCHEDULES = {
     0: "Synchronous: generation and training take turns; every token is of the weights that train on it.",
@@ -167,7 +168,7 @@ def _components(settings: RunSettings) -> list[str]:
             model = "The model without its adapter"
         sentences.append(f"{model} computes every row once more, forward alone.")
     if teacher is not None:
-        where = f"at {teacher.url}" if teacher.url else "in a process of its own, the role teacher,"
+        where = f"at {without_user(teacher.url)}" if teacher.url else "in a process of its own, the role teacher,"
         scored = f"Each group is scored by the teacher {teacher.model} {where}"
         sentences.append(f"{scored} before it is trained on.")
     return sentences

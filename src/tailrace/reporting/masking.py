@@ -1,7 +1,7 @@
 """Settings as a run shows them, to trackers, in its report, on the dashboard and in its log: without keys of servers.
 
-What an environment's `args.headers` and a command's `args.env` hold may be keys. The run's own config.toml keeps them
-as they are: a resume needs them.
+What an environment's `args.headers` and a command's `args.env` hold may be keys, and so may users and passwords in
+addresses of a judge, a teacher and Redis. The run's own config.toml keeps them as they are: a resume needs them.
 """
 
 from __future__ import annotations
@@ -14,22 +14,28 @@ import tomli_w
 from tailrace.errors import DataError
 from tailrace.guards import guarded
 from tailrace.records import Json
+from tailrace.urls import without_user
 
 MASK = "***"
+_ADDRESSES = (("trainer", "loss", "distillation", "url"), ("transport", "redis", "url"))
 _NAMES_A_VARIABLE = re.compile(r"(\w+ )?\$(\w+|\{\w+\})")
 
 
 def masked(settings: dict[str, Json]) -> dict[str, Json]:
-    """The settings, with a mask for every text in those tables but for what only names a variable.
+    """The settings, with a mask for every text in those tables but for what only names a variable; addresses have no
+    user.
 
     >>> args = {"headers": {"Authorization": "Bearer 4711", "X-Key": "Bearer $MCP_KEY"}}
     >>> masked({"environments": [{"name": "mcp", "args": args}]})["environments"][0]["args"]
     {'headers': {'Authorization': '***', 'X-Key': 'Bearer $MCP_KEY'}}
     """
-    environments = settings.get("environments")
+    shown = settings
+    for names in _ADDRESSES:
+        shown = _without_user_at(shown, *names)
+    environments = shown.get("environments")
     if not isinstance(environments, list):
-        return settings
-    return {**settings, "environments": [_environment(one) for one in environments]}
+        return shown
+    return {**shown, "environments": [_environment(one) for one in environments]}
 
 
 def masked_text(text: str) -> str:
@@ -43,12 +49,23 @@ def masked_text(text: str) -> str:
         return ""
 
 
+def _without_user_at(table: dict[str, Json], name: str, *names: str) -> dict[str, Json]:
+    """The table, the address in it that is called so without its user."""
+    value = table.get(name)
+    if isinstance(value, dict) and names:
+        return {**table, name: _without_user_at(value, *names)}
+    return {**table, name: without_user(value)} if isinstance(value, str) and not names else table
+
+
 def _environment(environment: Json) -> Json:
-    args = environment.get("args") if isinstance(environment, dict) else None
-    if not isinstance(environment, dict) or not isinstance(args, dict):
+    if not isinstance(environment, dict):
         return environment
+    shown = _without_user_at(environment, "judge", "url")
+    args = shown.get("args")
+    if not isinstance(args, dict):
+        return shown
     tables = ("headers", "env") if "command" in args else ("headers",)  # else `env` may be anything of an author's
-    return {**environment, "args": {name: _table(value) if name in tables else value for name, value in args.items()}}
+    return {**shown, "args": {name: _table(value) if name in tables else value for name, value in args.items()}}
 
 
 def _table(values: Json) -> Json:

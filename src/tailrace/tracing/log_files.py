@@ -130,6 +130,11 @@ class StderrHandler(logging.StreamHandler[TextIO]):
 
 
 def log_to_stderr() -> None:
-    """All messages of this process from info on, where its standard error goes."""
+    """All messages of this process from info on, where its standard error goes.
+
+    HTTP clients' from warnings on: of each request they tell the URL, which may hold a password.
+    """
     line = "%(asctime)s %(levelname)s %(name)s: %(message)s"
     logging.basicConfig(level=logging.INFO, format=line, handlers=[StderrHandler()])
+    for client in ("httpx", "httpx2"):
+        logging.getLogger(client).setLevel(logging.WARNING)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit, urlunsplit
 
 import msgspec
 
 from tailrace.errors import ChatFailed, SettingsError
+from tailrace.urls import without_user
 
 if TYPE_CHECKING:
     import httpx
@@ -57,16 +57,6 @@ class HttpClient:
         if self._client is not None:
             await self._client.aclose()
             self._client = None
-
-
-def without_user(url: str) -> str:
-    """A URL for people: without a user and a password in it.
-
-    >>> without_user("https://me:secret@host:8000/v1"), without_user("http://[::1]/v1")
-    ('https://host:8000/v1', 'http://[::1]/v1')
-    """
-    parts = urlsplit(url)
-    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
 
 
 def _authorization(variable: str | None, setting: str) -> dict[str, str]:

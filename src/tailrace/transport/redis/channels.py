@@ -27,9 +27,10 @@ from typing_extensions import override
 
 from tailrace.errors import CorruptData, PeerGone, TransportError
 from tailrace.transport.channels import Conversation, OpenChannel
-from tailrace.transport.redis.connection import RedisConnection, without_password
+from tailrace.transport.redis.connection import RedisConnection
 from tailrace.transport.redis.entries import Entry
 from tailrace.transport.redis.streams import GroupReader, OrderedReader, Origin, StreamWriter
+from tailrace.urls import without_user
 
 _logger = logging.getLogger(__name__)
 
@@ -212,7 +213,7 @@ class RedisPlace:
             self._away_s += -time.monotonic() if is_away else time.monotonic()
         if why:
             state = "is away, and is waited for" if is_away else "is back"
-            _logger.warning("Redis at %s %s: %s", without_password(self.url), state, why)
+            _logger.warning("Redis at %s %s: %s", without_user(self.url), state, why)
         for listener in self._listeners:
             listener(is_away)
 

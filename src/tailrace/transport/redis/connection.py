@@ -19,6 +19,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 from tailrace.errors import NotAnswering, PeerGone, SettingsError, TransportError
 from tailrace.extras import extra_needed
+from tailrace.urls import without_user
 
 Argument: TypeAlias = bytes | str | int | memoryview
 Command: TypeAlias = Sequence[Argument]
@@ -91,7 +92,7 @@ class RedisConnection:
     @property
     def place(self) -> str:
         """Where Redis is, for people: without its password."""
-        return without_password(self.url)
+        return without_user(self.url)
 
     def execute(self, commands: Sequence[Command], *, waits_s: float = 0.0, repeats: bool = True) -> list[Reply]:
         """Send all of them, and wait for their replies; through outages, too.
@@ -240,17 +241,6 @@ def with_password(url: str) -> str:
     return urlunsplit(parts._replace(netloc=f"{parts.username or ''}:{quote(password)}@{parts.netloc.split('@')[-1]}"))
 
 
-def without_password(url: str) -> str:
-    """For people.
-
-    >>> without_password("redis://trainer:secret@host:6379/0?password=secret")
-    'redis://trainer@host:6379/0'
-    """
-    parts = urlsplit(url)
-    host = parts.netloc.rpartition("@")[2]
-    return urlunsplit(parts._replace(netloc=f"{parts.username}@{host}" if parts.username else host, query=""))
-
-
 def _make(url: str, answers_s: float) -> _Wire:
     """Raises `SettingsError` without redis-py, and for a URL that is none."""
     try:
@@ -269,7 +259,7 @@ def _make(url: str, answers_s: float) -> _Wire:
         pool = ConnectionPool.from_url(url, protocol=2, retry=retry, parser_class=ReplyParser, **timeouts)
         return cast("_Wire", pool.make_connection())
     except (ValueError, TypeError) as error:
-        message = f"transport.redis.url is no address of Redis ({without_password(url)}): {error}"
+        message = f"transport.redis.url is no address of Redis ({without_user(url)}): {error}"
         raise SettingsError(message, key=_URL) from error
 
 

@@ -15,8 +15,9 @@ from collections.abc import AsyncIterator, Callable, Iterator
 
 from tailrace.errors import SettingsError, TransportError
 from tailrace.transport.redis.channels import RedisPlace
-from tailrace.transport.redis.connection import RedisConnection, without_password
+from tailrace.transport.redis.connection import RedisConnection
 from tailrace.transport.redis.leases import RENEWALS, Attempt, Lease
+from tailrace.urls import without_user
 
 _logger = logging.getLogger(__name__)
 
@@ -120,7 +121,7 @@ def _give_back(lease: Lease, place: RedisPlace) -> None:
 
 
 def _of(place: RedisPlace) -> str:
-    where = without_password(place.url)
+    where = without_user(place.url)
     return f"called {place.origin.run!r} in Redis at {where} under the prefix {place.prefix!r}"
 
 

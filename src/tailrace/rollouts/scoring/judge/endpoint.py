@@ -9,8 +9,9 @@ from typing_extensions import override
 
 from tailrace.errors import ChatFailed
 from tailrace.records import Message
-from tailrace.rollouts.scoring.http_client import HttpClient, without_user
+from tailrace.rollouts.scoring.http_client import HttpClient
 from tailrace.rollouts.scoring.judge.chat import Chat, ChatAnswer
+from tailrace.urls import without_user
 
 _NEWER_LIMIT = "max_completion_tokens"
 """What OpenAI's models that think take in place of `max_tokens`, which other servers may know alone."""

@@ -12,9 +12,10 @@ from typing_extensions import override
 from tailrace.errors import ChatFailed, ModelError
 from tailrace.records import Int32Array, TokenScores, as_token_ids
 from tailrace.rollouts.chat.tokenizer import ChatTokenizer
-from tailrace.rollouts.scoring.http_client import HttpClient, without_user
+from tailrace.rollouts.scoring.http_client import HttpClient
 from tailrace.rollouts.scoring.teacher.prompt_logprobs import read_prompt_logprobs
 from tailrace.rollouts.scoring.teacher.teacher import TokenScorer
+from tailrace.urls import without_user
 
 _PROBED_TOKENS = 512
 _PROBED_LAST = 64
