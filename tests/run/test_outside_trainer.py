@@ -280,10 +280,15 @@ def test_a_trainer_that_goes_on_before_every_state_ends_the_run_and_its_history_
         await trainer.pull(4)
         await trainer.end(RunStatus.FAILED, "told to stop")
 
-    asyncio.run(run_with(tmp_path, program))
+    before = asyncio.run(run_with(tmp_path, program))
     (tmp_path / "run" / "scheduler" / "step_000001.json").unlink()
     after = asyncio.run(run_with(tmp_path, too_early, resume=True))
     assert after.status is RunStatus.FAILED
+    assert (after.steps, after.policy_version, after.starts) == (3, 3, 2)
+    assert (after.tokens_trained, after.reward_first) == (before.tokens_trained, before.reward_first)
+    assert (after.reward_best, after.ledger.by_state) == (before.reward_best, before.ledger.by_state)
+    assert after.tokens_trained > 0
+    assert after.wall_s > before.wall_s
     log = (tmp_path / "run" / "logs" / "orchestrator.log").read_text()
     assert "the trainer goes on after step 1, and the oldest state in " in log
     assert [line["step"] for line in records(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3]

@@ -20,6 +20,7 @@ from typing import Any
 from typing_extensions import override
 
 from tailrace.errors import (
+    CheckpointError,
     EngineFailed,
     ErrorBudgetSpent,
     LifecycleError,
@@ -120,6 +121,8 @@ class Orchestrator(WeightListener, ReplicaListener):
         self._taking_up: asyncio.Future[EarlierStarts] | None = None
         self._state = b""
         """The scheduler's, where the trainer goes on."""
+        self._refused: CheckpointError | None = None
+        """Why the run cannot go on there."""
         roles.generators.tell(self)
 
     async def run(self) -> TrainerEnded:
@@ -347,6 +350,8 @@ class Orchestrator(WeightListener, ReplicaListener):
             await self._installed(self.version)
             await self._roles.generators.serving()
         earlier = await self._take_up()
+        if self._refused is not None:
+            raise self._refused
         self._scheduler.start(
             step=self.step,
             version=self.version,
@@ -377,8 +382,12 @@ class Orchestrator(WeightListener, ReplicaListener):
         if step is not None:
             trainer = self._roles.trainer
             self._states.step_ended(trainer.earliest_step(step))
-            self._state = trainer.state_at(self._states, step)
-            wind_back(self._paths, step)
+            try:
+                self._state = trainer.state_at(self._states, step)
+            except CheckpointError as refused:
+                self._refused = refused
+            else:
+                wind_back(self._paths, step)
         totals, starts = read_totals(self._paths.metrics), count_starts(self._paths) - (step is not None)
         return EarlierStarts(totals, starts, max(totals.clock_s, summed_up_s(self._paths.root)))
 

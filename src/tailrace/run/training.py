@@ -298,6 +298,9 @@ async def _sum_up(run: ComposedRun, ended: TrainerEnded, exit_code: int) -> RunS
     run.observer.write_rest(max(ended.step, run.orchestrator.step))
     await run.writers.close(_LARGEST_WRITE_S)
     orchestrator, ground, observer = run.orchestrator, run.ground, run.observer
+    steps, version = ended.step, orchestrator.version
+    if not orchestrator.has_begun:  # where the trainer went back, and was refused, all that came after stays
+        steps, version = max(steps, observer.totals.step), max(version, observer.totals.policy_version)
     summary = RunSummary(
         name=ground.settings.name,
         status=ended.status,
@@ -305,8 +308,8 @@ async def _sum_up(run: ComposedRun, ended: TrainerEnded, exit_code: int) -> RunS
         exit_code=exit_code,
         model=ground.settings.model.name,
         environments=list(ground.environments),
-        steps=ended.step,
-        policy_version=orchestrator.version,
+        steps=steps,
+        policy_version=version,
         starts=observer.starts,
         wall_s=ground.elapsed_s + observer.earlier_wall_s,
         started_at=ground.started_at.isoformat(timespec="seconds"),
