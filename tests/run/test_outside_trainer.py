@@ -243,8 +243,11 @@ def test_a_resumed_run_goes_on_where_its_trainer_does(tmp_path: Path) -> None:
     assert [line["step"] for line in records(tmp_path / "run" / "metrics.jsonl")] == list(range(1, 11))
 
 
-def test_a_trainer_goes_back_to_its_checkpoint_though_the_run_was_resumed_at_a_later_step(tmp_path: Path) -> None:
+def test_a_trainer_goes_back_to_its_checkpoint_though_the_run_was_resumed_at_a_later_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The run alone was killed, and its trainer came back where it was; then all of it was."""
+    monkeypatch.setattr("tailrace.run.outside_trainer._MOST_UNSAVED_STEPS", 1)
 
     def program(steps: range, saves: int | None = None) -> Callable[[MemorySampleStream], Awaitable[None]]:
         async def run(samples: MemorySampleStream) -> None:

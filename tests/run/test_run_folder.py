@@ -16,11 +16,11 @@ import pytest
 
 from tailrace.config import SettingsFile, load_settings
 from tailrace.errors import DataError
-from tailrace.records import RunStatus, StepTrained, TrainerEnded, TrainerStarted
+from tailrace.records import CheckpointWritten, Event, RunStatus, StepTrained, TrainerEnded, TrainerStarted
 from tailrace.reporting.metrics import METRICS
 from tailrace.reporting.summary import RunSummary, read_summary
 from tailrace.reporting.tokens import read_rollout, token_files
-from tailrace.run.folder import RunPaths, count_starts, record_settings, wind_back
+from tailrace.run.folder import RunPaths, count_starts, record_settings, saved_step, wind_back
 from tests.run.runs import REPORT, RESUMED, length_ratio, records, rollouts, run_inline, tiny_settings, warm_from
 from tests.support.chrome_trace import crossings, read_trace, spans, tracks
 from tests.support.event_files import read_events
@@ -283,3 +283,28 @@ def test_a_start_counts_once_however_often_its_trainer_was_started_again(tmp_pat
     torn = b'{"type":"TrainerStarted","ep\n'
     paths.events.write_bytes(b"".join(msgspec.json.encode(start) + b"\n" for start in starts) + torn)
     assert count_starts(paths) == 2
+
+
+def test_the_checkpoint_that_was_told_of_last_is_that_of_the_history_in_use(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    assert saved_step(paths) == 0
+
+    def started(step: int) -> Event:
+        return TrainerStarted(epoch="a", step=step, version=step)
+
+    def saved(step: int) -> Event:
+        return CheckpointWritten(epoch="a", step=step, path="elsewhere")
+
+    with paths.events.open("ab") as file:
+        for event, newest in (
+            (started(0), 0),
+            (saved(2), 2),
+            (saved(4), 4),
+            (started(5), 4),
+            (started(3), 2),  # from here on step 4 is another one
+            (started(6), 2),
+            (saved(8), 8),
+        ):
+            file.write(msgspec.json.encode(event) + b"\n")
+            file.flush()
+            assert saved_step(paths) == newest

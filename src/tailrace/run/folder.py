@@ -105,6 +105,7 @@ _NOT_IN_ORDER = (
 )
 _STARTED = re.compile(rb'\{"type":"TrainerStarted","epoch":"([^"]+)"')
 """How the event of each start of the trainer begins; the run's has one epoch."""
+_STARTED_OR_SAVED = re.compile(rb'\{"type":"(TrainerStarted|CheckpointWritten)","epoch":"[^"]+","step":(\d+),')
 
 
 _REFUSED = """\
@@ -307,6 +308,17 @@ def _wind_metrics_back(paths: RunPaths, step: int) -> None:
 def count_starts(paths: RunPaths) -> int:
     """How often the run was started and its trainer came up, so far; once, however often that was started again."""
     return len({found.group(1) for line in _lines(paths.events) if (found := _STARTED.match(line))})
+
+
+def saved_step(paths: RunPaths) -> int:
+    """Of the newest checkpoint that the trainer told of, but for steps that it went back behind; 0 without any."""
+    saved = [0]
+    for found in map(_STARTED_OR_SAVED.match, _lines(paths.events)):
+        if found is not None and found.group(1) == b"CheckpointWritten":
+            saved.append(int(found.group(2)))
+        elif found is not None:
+            saved = [step for step in saved if step <= int(found.group(2))]
+    return max(saved)
 
 
 def _lines(path: Path) -> Iterator[bytes]:

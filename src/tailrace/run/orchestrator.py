@@ -53,7 +53,7 @@ from tailrace.reporting.run_view import Stage
 from tailrace.reporting.summary import summed_up_s
 from tailrace.reporting.totals import read_totals
 from tailrace.rollouts import Rollouter
-from tailrace.run.folder import RunPaths, count_starts, wind_back
+from tailrace.run.folder import RunPaths, count_starts, saved_step, wind_back
 from tailrace.run.generators import ReplicaListener
 from tailrace.run.scheduler_states import SchedulerStates
 from tailrace.run.started_roles import StartedRoles
@@ -373,9 +373,15 @@ class Orchestrator(WeightListener, ReplicaListener):
     async def _take_up(self) -> EarlierStarts:
         """Let the run's folder end where the trainer begins; what earlier starts came to. Done once, then known."""
         if self._taking_up is None:
-            reading = asyncio.to_thread(self._wind_back, self.step if self._trainer_started else None)
+            reading = self._read_earlier(self.step if self._trainer_started else None)
             self._taking_up = asyncio.ensure_future(reading)
         return await asyncio.shield(self._taking_up)
+
+    async def _read_earlier(self, step: int | None) -> EarlierStarts:
+        """An earlier start may have been told of the checkpoint that the trainer would go back to."""
+        if step is not None:
+            self._roles.trainer.saved(await asyncio.to_thread(saved_step, self._paths))
+        return await asyncio.to_thread(self._wind_back, step)
 
     def _wind_back(self, step: int | None) -> EarlierStarts:
         """None: the trainer has not come up, and every step stays. So it does where the run cannot go on there."""
