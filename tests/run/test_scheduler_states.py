@@ -81,6 +81,13 @@ def test_where_a_trainer_first_began_tasks_begin_again(states: SchedulerStates) 
         states.read_newest(499)
 
 
+def test_a_trainer_that_trained_nothing_may_begin_earlier(states: SchedulerStates) -> None:
+    states.read_newest(500)
+    states.step_ended(400)
+    assert states.read_newest(400) == b""
+    assert kept(states) == ["step_000400.json"]
+
+
 def test_states_of_a_run_without_a_checkpoint_are_listed_once(
     states: SchedulerStates, monkeypatch: pytest.MonkeyPatch
 ) -> None:

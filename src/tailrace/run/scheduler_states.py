@@ -66,14 +66,15 @@ class SchedulerStates:
 
     def read_newest(self, step: int) -> bytes:
         """That of `step`, or of the newest step before that was told of: an outside trainer may have gone further than
-        it told. Where there is none yet, tasks begin after `step`, of which an empty one is kept.
+        it told. Where there is none yet, or an empty one alone, since nothing was trained after it, tasks begin after
+        `step`, of which an empty one is kept.
 
         Raises `CheckpointError`, where all are of later steps as well: tasks would begin anew.
         """
         if step == 0:
             return b""
         kept = {*_steps(self._folder, suffix=".json")}
-        if not kept:
+        if not kept or (len(kept) == 1 and step < (only := max(kept)) and not self.read(only)):
             self.write(step, b"")
             return b""
         if step < min(kept):
