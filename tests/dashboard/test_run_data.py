@@ -6,8 +6,8 @@ from unittest.mock import patch
 
 import pytest
 
-from tailrace.dashboard.metric_columns import decoded
 from tailrace.dashboard.run_data import RunCache
+from tailrace.reporting.sinks import decode_object
 from tests.support.made_runs import MadeRun
 
 
@@ -21,7 +21,7 @@ def folders(tmp_path: Path) -> list[Path]:
 
 def lines_read(cache: RunCache, folders: Sequence[Path]) -> int:
     """Where each of these is asked for once."""
-    with patch("tailrace.dashboard.metric_columns.decoded", wraps=decoded) as reading:
+    with patch("tailrace.dashboard.metric_columns.decode_object", wraps=decode_object) as reading:
         for folder in folders:
             cache.get(folder).metrics()
     return reading.call_count
