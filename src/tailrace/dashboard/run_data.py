@@ -18,7 +18,8 @@ from tailrace.reporting.run_folder import METRICS_FILE, ROLLOUTS_FOLDER
 
 _KEPT_BYTES = 256 << 20
 _MOST_BYTES = 1 << 30
-"""With runs that somebody looks at now: a page asks for each of those again every two seconds."""
+"""With runs that somebody looks at now: a page asks for each of those again every two seconds. Once it is closed they
+stay until somebody asks for a run again, since nothing is let go of otherwise."""
 _LOOKED_AT_S = 30.0
 _ROW_BYTES = 2_000
 """Of a rollout's row, about."""
