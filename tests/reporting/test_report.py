@@ -214,8 +214,9 @@ def test_lines_that_are_no_records_are_not_chosen(tmp_path: Path) -> None:
 def test_files_that_somebody_left_beside_those_of_rollouts_cost_nothing(tmp_path: Path) -> None:
     write_example_run(tmp_path, steps=12)
     chosen = choose_rollouts(tmp_path / "rollouts")
-    for name in ("step_000012 copy.jsonl", "step_.jsonl", "step_000012.old.jsonl"):
+    for name in ("step_000012 copy.jsonl", "step_.jsonl", "step_000012.old.jsonl", "step_13.jsonl"):
         (tmp_path / "rollouts" / name).write_bytes((tmp_path / "rollouts/step_000001.jsonl").read_bytes())
+    (tmp_path / "rollouts" / "step_000014.jsonl").mkdir()
     assert choose_rollouts(tmp_path / "rollouts") == chosen
     write_report(tmp_path)
 

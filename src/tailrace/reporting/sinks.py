@@ -197,7 +197,12 @@ def decode_object(line: bytes) -> dict[str, Json] | None:
 
 def steps_of_rollouts(folder: Path) -> list[int]:
     """The steps that have a file of rollouts, in order, whatever else lies beside these files."""
-    return sorted({step for path in folder.glob("step_*.jsonl") if (step := step_of_path(path)) is not None})
+    if not folder.is_dir():
+        return []
+    with os.scandir(folder) as found:
+        files = [Path(entry.name) for entry in found if entry.is_file()]
+    steps = ((path, step) for path in files if (step := step_of_path(path)) is not None)
+    return sorted(step for path, step in steps if path == rollouts_path(Path(), step))
 
 
 def read_rollouts(folder: Path, step: int | None = None) -> Iterator[RolloutRecord]:
