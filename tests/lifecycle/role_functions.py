@@ -20,6 +20,7 @@ from pathlib import Path
 from tailrace.errors import SettingsError
 from tailrace.lifecycle.roles import Role
 from tailrace.reporting.logs import setup_logging
+from tailrace.tracing.log_files import LogFile
 
 
 async def leave(role: Role) -> None:
@@ -61,6 +62,19 @@ async def print_much(role: Role) -> None:
     setup_logging(role.spec.name, folder / "logs", max_bytes=10_000)
     os.write(1, b"printed by native code\n" * 5_000)
     (folder / "running").write_text(str(os.getpid()))
+    await asyncio.Event().wait()
+
+
+async def hang_in_its_log(role: Role) -> None:
+    """As a disk elsewhere may: whoever looks at the size of the file waits for ever."""
+    folder = Path(role.spec.settings.decode())
+    setup_logging(role.spec.name, folder / "logs")
+
+    def hang(file: LogFile) -> None:
+        (folder / "running").write_text(str(os.getpid()))
+        threading.Event().wait()
+
+    LogFile.keep_within_size = hang  # type: ignore[method-assign]
     await asyncio.Event().wait()
 
 

@@ -219,7 +219,7 @@ async def test_a_role_whose_thread_computes_is_left_alone_and_one_that_is_stuck_
             await launcher.watch()
 
 
-async def test_what_a_role_prints_without_a_line_of_its_log_is_bounded_at_its_signs_of_life(tmp_path: Path) -> None:
+async def test_what_a_role_prints_without_a_line_of_its_log_is_bounded(tmp_path: Path) -> None:
     async with hasty_launcher(tmp_path, silence_s=1.0) as launcher:
         await start_and_wait(launcher, "print_much", tmp_path)
         log, before = launcher.logs / "trainer.log", launcher.logs / "trainer.log.1"
@@ -227,6 +227,13 @@ async def test_what_a_role_prints_without_a_line_of_its_log_is_bounded_at_its_si
             while log.stat().st_size:  # noqa: ASYNC110 - another process's file has no event here
                 await asyncio.sleep(0.01)
         assert before.stat().st_size == 10_000
+
+
+async def test_a_role_whose_log_is_on_a_disk_that_hangs_gives_signs_of_life(tmp_path: Path) -> None:
+    async with hasty_launcher(tmp_path, silence_s=1.0, stuck_s=2.0) as launcher:
+        process = await start_and_wait(launcher, "hang_in_its_log", tmp_path)
+        await asyncio.sleep(5)
+        assert process.is_running
 
 
 async def test_what_a_role_started_ends_with_it(launcher: LocalLauncher, tmp_path: Path) -> None:

@@ -2,7 +2,8 @@
 
 Runs the role's coroutine to its end. Signals that ask for an end are the parent's to answer, since terminals and
 cluster schedulers send them to every process; what cancels the coroutine is the parent's wish, or its end, after which
-a thread kills this process and all it started by a deadline. Another thread sends signs of life.
+a thread kills this process and all it started by a deadline. Another thread sends signs of life, and a third bounds the
+log: its disk may hang.
 """
 
 from __future__ import annotations
@@ -64,6 +65,7 @@ def main() -> int:
     threading.Thread(target=parent.watch, args=(stop, launch.orphan_grace_s), daemon=True).start()
     if launch.beat_every_s:
         threading.Thread(target=parent.tell_beats, args=(pulse, launch.beat_every_s), daemon=True).start()
+        threading.Thread(target=parent.bound_log, args=(launch.beat_every_s,), daemon=True).start()
     status = _run_role(launch, parent, stop, pulse)
     logging.shutdown()
     was_stopped = _is_stopped(_PARENT)
@@ -167,9 +169,13 @@ class _Parent:
             self._socket.sendall(msgspec.json.encode(message) + b"\n")
 
     def tell_beats(self, pulse: Pulse, every_s: float) -> None:
-        """Until the process ends; the log is bounded meanwhile. A parent that reads nothing holds this thread alone."""
+        """Until the process ends. A parent that reads nothing holds this thread alone."""
         while not self.is_gone.wait(every_s):
             self.tell(pulse.beat())
+
+    def bound_log(self, every_s: float) -> None:
+        """Until the process ends. A disk that hangs holds this thread alone."""
+        while not self.is_gone.wait(every_s):
             keep_log_within_size()
 
 

@@ -32,7 +32,8 @@ _ORPHAN_S = 15.0
 """How long a role may take to end at most that nobody is there to kill any more."""
 _MESSAGES: msgspec.json.Decoder[Beat | Ready] = msgspec.json.Decoder(Beat | Ready)
 _TAIL_BYTES = 8192
-_TAIL_LINES = 30
+_TAIL_LINES = 40
+"""Four of its stacks are of threads that every role has."""
 
 
 class LocalHandle(RoleHandle):
