@@ -54,7 +54,7 @@ def test_an_adapter_and_ranks_are_told_apart() -> None:
 
 def test_offloaded_moments_are_told_as_the_host_s() -> None:
     text = described("--trainer.device", "cuda", "--trainer.offload_optimizer", "true")
-    assert f", {gigabytes(8 * WEIGHTS)} for the optimizer's moments" in text
+    assert f", {gigabytes(8 * PINNED_WEIGHTS)} for the optimizer's moments" in text
     assert "for the optimizer's moments" not in described("--trainer.device", "cuda")
 
 

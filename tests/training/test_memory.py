@@ -19,7 +19,7 @@ from tailrace.generation.memory import cache_bytes
 from tailrace.models.loading import load_causal_lm, model_without_memory, outline_of
 from tailrace.models.sizes import model_sizes, state_dict_bytes
 from tailrace.training.losses.clipped_ratio import ClippedRatio
-from tailrace.training.memory import TrainerMemory, adapter_sizes, kept_bytes, trainer_memory
+from tailrace.training.memory import TrainerMemory, adapter_sizes, kept_bytes, offloaded_bytes, trainer_memory
 from tailrace.training.model.adapter import add_adapter
 from tailrace.training.model.policy_model import PolicyModel
 from tailrace.training.rows.micro_batch import MicroBatch
@@ -63,6 +63,11 @@ def make_trainer(model_folder: Path, settings: TrainerSettings) -> Trainer:
 
 def total_bytes(tensors: Any) -> int:
     return sum(tensor.nbytes for tensor in tensors)
+
+
+def pinned(num_bytes: int) -> int:
+    """What torch takes for them."""
+    return int(2 ** math.ceil(math.log2(num_bytes)))
 
 
 @pytest.mark.parametrize(
@@ -109,8 +114,8 @@ def test_weights_published_from_a_gpu_are_counted_as_torch_rounds_pinned_memory(
     settings = TrainerSettings.model_validate({"lora": lora})
     published = make_trainer(model_folder, settings).snapshot(dtype).wait().values()
     on_gpu = planned(model_folder, settings.model_copy(update={"device": "cuda"}), dtype)
-    pinned = sum(2 ** math.ceil(math.log2(weight.nbytes)) for weight in published)
-    assert on_gpu.publication == pinned > total_bytes(published)
+    held = sum(pinned(weight.nbytes) for weight in published)
+    assert on_gpu.publication == held > total_bytes(published)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -192,7 +197,7 @@ def test_a_slice_of_a_row_is_kept_and_what_is_offloaded_is_kept_on_the_host(mode
         planned(model_folder, on_gpu.model_copy(update={"offload_activations": offload})) for offload in (False, True)
     )
     one_input = 64 * sizes.hidden * 4
-    assert (here.offloaded, there.offloaded) == (0, sizes.layers * one_input)
+    assert (here.offloaded, there.offloaded) == (0, sizes.layers * pinned(one_input))
     assert here.kept - there.kept == max(0, sizes.layers - 2) * one_input
     assert there.host - here.host == there.offloaded
 
@@ -205,12 +210,38 @@ def test_offloaded_moments_are_on_the_host_but_for_the_blocks_of_a_step(
     offloading = on_gpu.model_copy(update={"offload_optimizer": True})
     here, few = planned(model_folder, on_gpu), planned(model_folder, offloading)
     moments = here.adapter // 2 if lora else here.moments
-    assert (here.offloaded_moments, few.offloaded_moments) == (0, moments)
+    assert here.offloaded_moments == 0
     assert few.device == here.device  # all of so few are there in a step
     monkeypatch.setattr("tailrace.training.memory.STAGED_BYTES", 100)
     many, held = planned(model_folder, offloading), "adapter" if lora else "moments"
     assert getattr(here, held) - getattr(many, held) == moments - 100
-    assert many.host - here.host == moments
+    assert many.host - here.host == many.offloaded_moments == few.offloaded_moments
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize("lora", [{}, {"rank": 8}], ids=["all weights", "adapters"])
+def test_offloaded_moments_are_counted_as_torch_rounds_pinned_memory(
+    model_folder: Path, tmp_path: Path, lora: dict[str, Any], ranks: int
+) -> None:
+    """Those of several ranks are not below what rank 0 holds, whose shares are the largest."""
+    trainer = make_trainer(model_folder, TrainerSettings.model_validate({"lora": lora}))
+    trainer.train_step(build_batch())
+    staged = trainer.stage_checkpoint(tmp_path).moments
+    moments = [moment for name, moment in staged.items() if not name.endswith("/step")]
+    held = sum(pinned(-(-len(moment) // ranks) * moment[0].nbytes) for moment in moments)
+    offloading = {"device": "cuda", "offload_optimizer": True, "lora": lora, "ranks": ranks}
+    estimate = planned(model_folder, TrainerSettings.model_validate(offloading)).offloaded_moments
+    assert held > total_bytes(moments) / ranks
+    if ranks == 1:
+        assert estimate == held
+    assert held <= estimate <= 2 * held
+
+
+def test_rows_of_offloaded_activations_are_counted_as_torch_rounds_pinned_memory() -> None:
+    sizes = model_sizes(qwen3("Qwen3-8B"))
+    settings = TrainerSettings(device="cuda", gradient_checkpointing=True, offload_activations=True)
+    assert offloaded_bytes(sizes, settings, 16_384) == 36 * 16_384 * 4096 * 4
+    assert offloaded_bytes(sizes, settings, 16_385) == 36 * 32_768 * 4096 * 4
 
 
 CARDS_GB = (24, 48, 80, 141)
@@ -260,8 +291,8 @@ def fits(name: str) -> str:
 
 def test_the_page_says_what_weights_on_their_way_take_in_pinned_memory() -> None:
     sizes = model_sizes(qwen3("Qwen3-8B"))
-    exact, pinned = (state_dict_bytes(sizes, "bfloat16", pinned=pinned) / 1e9 for pinned in (False, True))
-    said = f"{pinned:.0f} GB for the {exact:.0f} that Qwen3-8B's are"
+    exact, rounded = (state_dict_bytes(sizes, "bfloat16", pinned=is_pinned) / 1e9 for is_pinned in (False, True))
+    said = f"{rounded:.0f} GB for the {exact:.0f} that Qwen3-8B's are"
     assert said in (Path(__file__).parents[2] / "docs" / "trainer.md").read_text()
 
 

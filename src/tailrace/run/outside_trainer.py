@@ -58,7 +58,7 @@ OutsideProgram: TypeAlias = Callable[[MemorySampleStream], Awaitable[None]]
 
 _WORSE = (RunStatus.FINISHED, RunStatus.CANCELLED, RunStatus.FAILED)
 _MOST_UNSAVED_STEPS = 1000
-"""Steps back to which the scheduler's states are kept for a trainer that has told no start of the run of a checkpoint."""
+"""Steps back to which the scheduler's states are kept for a trainer that has told of no checkpoint, in no start."""
 
 
 class FeedListener(Protocol):

@@ -75,9 +75,9 @@ class TrainerMemory:
     loading: int
     """On the device: the whole model, before a rank keeps its share."""
     offloaded: int = 0
-    """On the host: activations of a row."""
+    """On the host, in pinned memory: activations of a row."""
     offloaded_moments: int = 0
-    """On the host, between steps."""
+    """On the host, in pinned memory, between steps."""
 
     @property
     def device(self) -> int:
@@ -138,7 +138,7 @@ def trainer_memory(
         checkpoint=checkpoint_bytes(sizes, settings, adapter),
         loading=WIDE_BYTES * (sizes.weights + adapter.weights),
         offloaded=offloaded_bytes(sizes, settings, row_tokens),
-        offloaded_moments=own_moments if settings.offload_optimizer else 0,
+        offloaded_moments=offloaded_moment_bytes(sizes, settings, adapter),
     )
 
 
@@ -156,6 +156,17 @@ def moment_bytes(sizes: ModelSizes, settings: TrainerSettings, adapter: AdapterS
     matrices."""
     of_muon = sizes.inner_matrices if settings.optimizer == "muon" else 0
     return WIDE_BYTES * (2 * (adapter.weights or sizes.weights) - of_muon)
+
+
+def offloaded_moment_bytes(sizes: ModelSizes, settings: TrainerSettings, adapter: AdapterSizes) -> int:
+    """AdamW's two moments in pinned memory: `training/step/offloaded_moments.py`.
+
+    Exact for one rank. Of several, no less where they divide each weight's first dimension: each rounds its own parts
+    up to powers of two, which by the largest power of two among ranks are at most what the whole ones come to.
+    """
+    ranks = 1 << settings.ranks.bit_length() - 1
+    weights = adapter.pinned_weights or sizes.pinned_weights
+    return share(2 * WIDE_BYTES * weights, ranks) if settings.offload_optimizer else 0
 
 
 def gathered_bytes(sizes: ModelSizes, adapter: AdapterSizes) -> int:
@@ -187,9 +198,9 @@ def kept_bytes(
 
 
 def offloaded_bytes(sizes: ModelSizes, settings: TrainerSettings, row_tokens: int) -> int:
-    """Inputs of a row's layers on the host: `training/model/offloaded_activations.py`."""
+    """Inputs of a row's layers in pinned memory: `training/model/offloaded_activations.py`."""
     tokens = -(-row_tokens // settings.sequence_parallel)
-    return sizes.layers * tokens * sizes.hidden * WIDE_BYTES if settings.offload_activations else 0
+    return sizes.layers * WIDE_BYTES * in_pinned_memory(tokens * sizes.hidden) if settings.offload_activations else 0
 
 
 def layer_token_bytes(sizes: ModelSizes, settings: TrainerSettings, sample_tokens: int, *, trains_all: bool) -> int:
