@@ -24,8 +24,8 @@ class VersionRange(msgspec.Struct, frozen=True):
     mean: float
 
 
-class RolloutRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of a rollout file: what went in, what came out, and its outcome."""
+class _Ended(msgspec.Struct, frozen=True, kw_only=True):
+    """What a record cannot be without."""
 
     rollout_id: str
     group_id: str
@@ -34,6 +34,11 @@ class RolloutRecord(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     """The step whose file this is."""
     outcome: Outcome
+
+
+class RolloutRecord(_Ended, frozen=True, kw_only=True):
+    """One line of a rollout file: what went in, what came out, and its outcome."""
+
     error: str = ""
     """Why it failed, with the traceback of users' code; empty where it did not."""
     reward: float | None = None
@@ -159,15 +164,9 @@ def decode_line(line: bytes) -> RolloutRecord:
         return msgspec.json.decode(line, type=RolloutRecord)
 
 
-class _Scored(msgspec.Struct):
-    """What a record cannot be without, and its reward."""
+class _Scored(_Ended, frozen=True, kw_only=True):
+    """What is read to choose between records."""
 
-    rollout_id: str
-    group_id: str
-    task_id: str
-    environment: str
-    step: int
-    outcome: Outcome
     reward: float | None = None
 
 
