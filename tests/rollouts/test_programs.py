@@ -197,6 +197,23 @@ async def test_a_look_at_programs_that_fails_is_told_of_once_and_made_again(
     assert not left()
 
 
+async def test_a_mark_that_a_program_has_written_itself_ends_no_limit(
+    renderer: ChatRenderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def look() -> Iterator[tuple[int, str]]:
+        for pid, mark in marks():
+            yield pid, f"{mark.partition('.')[0]}.{'1' * 5_000}"
+            yield pid, mark
+
+    monkeypatch.setattr(marked, "marks", look)
+    spec = spec_of({"behave": "memory"}, limits=ProgramLimits(memory_bytes=200_000_000))
+    async with asyncio.timeout(PATIENCE_S):
+        with pytest.raises(ProgramFailed) as raised:
+            await run(renderer, spec)
+    assert raised.value.reason == "program_memory"
+    assert not left()
+
+
 async def test_a_program_that_cannot_be_watched_is_ended_and_costs_its_rollout(
     renderer: ChatRenderer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -57,7 +57,8 @@ class ProgramHost:
         self._numbers = itertools.count()
         self._folder = Path(tempfile.mkdtemp(prefix="tailrace-programs-"))
         self._slots: dict[object, asyncio.Semaphore] = {}
-        self._watched: dict[int, Reading] = {}
+        self._watched: dict[str, Reading] = {}
+        """By the text of a program's number, as marks have it."""
         self._keeper: subprocess.Popen[bytes] | None = None
         self._looks: asyncio.Task[None] | None = None
 
@@ -81,7 +82,7 @@ class ProgramHost:
         """Before a program is started: have it ended where this process is; tell `reading` what it takes."""
         if self._keeper is None or self._keeper.poll() is not None:
             self._keeper = _start_keeper(self._owner, self._folder)
-        self._watched[number] = reading
+        self._watched[str(number)] = reading
         if self._looks is None:
             self._looks = asyncio.create_task(self._look_again_and_again(), name="look at programs")
 
@@ -95,7 +96,7 @@ class ProgramHost:
 
     def ended(self, number: int) -> None:
         """It takes nothing any more."""
-        self._watched.pop(number, None)
+        self._watched.pop(str(number), None)
 
     def close(self) -> None:
         """No program is left."""
@@ -122,12 +123,12 @@ class ProgramHost:
                 if (reading := self._watched.get(number)) is not None:
                     reading(taken)
 
-    def _look(self) -> dict[int, Taken]:
-        found: defaultdict[int, Taken] = defaultdict(Taken)
+    def _look(self) -> dict[str, Taken]:
+        found: defaultdict[str, Taken] = defaultdict(Taken)
         for pid, mark in marked.marks():
             owner, _, number = mark.partition(".")
-            if owner == self._owner and number.isdecimal():  # a program may have written its own
-                taken = found[int(number)]
+            if owner == self._owner:  # a program may have written its own, with anything for a number
+                taken = found[number]
                 taken.processes += 1
                 with contextlib.suppress(psutil.Error):
                     taken.memory_bytes += psutil.Process(pid).memory_info().rss
