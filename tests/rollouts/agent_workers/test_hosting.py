@@ -165,6 +165,24 @@ async def test_a_process_that_is_killed_while_its_host_starts_it_ends_at_once(pl
     assert end.status == -signal.SIGKILL
 
 
+async def test_a_host_that_was_reached_may_take_its_time_to_end_a_process(
+    place: HostHere, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place.local = BusyPlace(None, shares_memory=False)
+    try:
+        first = await place.start(asyncio.Protocol())
+        first.kill()
+        await first.ended()
+        monkeypatch.setattr("tailrace.rollouts.agent_workers.hosting.KILLED_S", START_S / 10)
+        second = await place.start(asyncio.Protocol())
+        second.kill()
+        async with asyncio.timeout(10 * START_S):
+            end = await second.ended()
+    finally:
+        await place.close()
+    assert (end.status, end.lost_with) == (-signal.SIGKILL, "")
+
+
 async def test_a_process_that_is_asked_tells_there_where_its_agents_wait(
     renderer: ChatRenderer, place: HostHere, tmp_path: Path
 ) -> None:

@@ -89,6 +89,8 @@ class HostClient:
         self._changed = asyncio.Event()
         self._process: HostedProcess | None = None
         self._is_lost = False
+        self._was_heard = False
+        """Whether it ever said anything: then its channel notices its end."""
         self._channel = Channel(
             address,
             bind=False,
@@ -106,7 +108,7 @@ class HostClient:
 
     def begin(self, protocol: asyncio.Protocol) -> HostedProcess:
         """Start a process, once the one before has ended."""
-        self._process = HostedProcess(self._channel, protocol, self.lose)
+        self._process = HostedProcess(self._channel, protocol, self._lose_unheard)
         self._channel.send(encode(Begin()))
         return self._process
 
@@ -121,12 +123,18 @@ class HostClient:
         if self._process is not None:
             self._process.lose(why)
 
+    def _lose_unheard(self, why: str) -> None:
+        """Does nothing where the host was reached: it may take its time to end a process."""
+        if not self._was_heard:
+            self.lose(why)
+
     async def close(self) -> None:
         """End the conversation; the host ends what it still has."""
         await self._channel.close()
         self.lose("its host was let go of")
 
     def _receive(self, message: bytes) -> None:
+        self._was_heard = True
         if self._process is not None:
             self._process.receive(decode(message, FromHost))  # type: ignore[arg-type]
 
@@ -135,7 +143,7 @@ class HostedProcess(WorkerProcess):
     """A process of another machine."""
 
     def __init__(self, channel: Conversation, protocol: asyncio.Protocol, lose_host: Callable[[str], None]) -> None:
-        """`lose_host` is called, with the reason, where the host does not say that it has ended."""
+        """`lose_host` is called, with the reason, where the host does not say in time that it has ended."""
         self._channel, self._lose_host = channel, lose_host
         self._loop = asyncio.get_running_loop()
         self._transport = _HostTransport(channel, protocol)
