@@ -28,6 +28,10 @@ async def _close(name: str, close: Closing) -> None:
     try:
         await close()
     except asyncio.CancelledError as cancelled:
+        own = asyncio.current_task()
+        if own is None or not own.cancelling():  # nobody has cancelled this: what it awaits was
+            _logger.error("%s could not be closed: it raised CancelledError", name, exc_info=cancelled)
+            return
         _logger.error("the close of %s was given up before it had ended", name, exc_info=cancelled)
         raise
     except (GeneratorExit, KeyboardInterrupt):
