@@ -9,13 +9,14 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from transformers import PreTrainedModel
 
 from tailrace.errors import (
@@ -242,14 +243,19 @@ def test_ranks_wait_for_a_checkpoint_to_be_read_for_longer_than_for_an_exchange(
     assert found == [1, 1]
 
 
-def refuse_alone(ranks: JoinedRanks, model_folder: Path, written: Path) -> str:
+def refuse_alone(ranks: JoinedRanks, model_folder: Path, written: Path, what: str) -> str:
     """Rank 1 does not find what the others do: what each says of it."""
 
     def refuse(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path.name} is not here")
 
-    if ranks.rank == 1:
+    def refuse_moments(reader: FileSystemReader) -> NoReturn:
+        raise OSError("no moments are here")
+
+    if ranks.rank == 1 and what == "state":
         pytest.MonkeyPatch().setattr(files, "read_trainer_state", refuse)
+    elif ranks.rank == 1:
+        pytest.MonkeyPatch().setattr(FileSystemReader, "read_metadata", refuse_moments)
     trainer = make_trainer(model_folder, ranks)
     try:
         trainer.restore(written)
@@ -258,12 +264,21 @@ def refuse_alone(ranks: JoinedRanks, model_folder: Path, written: Path) -> str:
     return "nobody refused it"
 
 
-def test_a_checkpoint_that_one_rank_alone_refuses_is_refused_by_all(model_folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [
+        ("state", "step_000001 is not here"),
+        ("moments", "checkpoint {written} does not fit this run's model: no moments are here"),
+    ],
+)
+def test_a_checkpoint_that_one_rank_alone_refuses_is_refused_by_all(
+    model_folder: Path, tmp_path: Path, what: str, says: str
+) -> None:
     alone = make_trainer(model_folder)
     train(alone, range(1, 2))
     written = alone.save_checkpoint(tmp_path / "checkpoints")
-    found = run_ranks(refuse_alone, 2, tmp_path / "ranks", model_folder, written)
-    assert found == ["rank 1: step_000001 is not here"] * 2
+    found = run_ranks(refuse_alone, 2, tmp_path / "ranks", model_folder, written, what)
+    assert found == [f"rank 1: {says.format(written=written)}"] * 2
 
 
 class SlowWeight(PlainWeight):

@@ -38,7 +38,9 @@ from tailrace.models.loading import load_causal_lm, quiet_transformers
 from tailrace.output_files import sync
 from tailrace.training.checkpoints.moments import (
     Moments,
+    Shares,
     copy_moments,
+    empty_moments,
     read_moments,
     set_moments,
     write_moments,
@@ -202,17 +204,23 @@ def _read_checkpoint(
     path: Path, model: PreTrainedModel, optimizer: torch.optim.Optimizer, adapter: Adapter | None, ranks: Ranks
 ) -> TrainerState:
     ranks.agree(lambda: verify_checkpoint(path) if ranks.rank == 0 else None, of_checkpoint=True)
+    shares = Shares(ranks)
     # A rank that fails here must be heard before the others read moments together, over the same connections.
-    state = ranks.agree(lambda: _read_own(path, model, adapter), of_checkpoint=True)
+    state, moments = ranks.agree(lambda: _read_own(path, model, adapter, shares), of_checkpoint=True)
     with guarded(f"checkpoint {path} does not fit this run's model", CheckpointError):
-        set_moments(read_moments(path / OPTIMIZER, model, ranks), model, optimizer)
+        read_moments(path / OPTIMIZER, moments, ranks)
+        set_moments(moments, model, optimizer)
     with guarded(f"checkpoint {path} is damaged: {TRAINER_STATE} lacks something", CheckpointError):
         _set_randomness(state["randomness"])
         return msgspec.convert([state[name] for name in TrainerState._fields], TrainerState)
 
 
-def _read_own(path: Path, model: PreTrainedModel, adapter: Adapter | None) -> dict[str, Any]:
-    """What each rank reads by itself: the weights, into the model, and the trainer's state, which is returned."""
+def _read_own(
+    path: Path, model: PreTrainedModel, adapter: Adapter | None, shares: Shares
+) -> tuple[dict[str, Any], Moments]:
+    """What each rank reads by itself: the weights, into the model, and the trainer's state, which is returned with the
+    moments that are to be read together.
+    """
     require_own_kind(path, adapter)
     state = read_trainer_state(path)
     try:
@@ -222,9 +230,9 @@ def _read_own(path: Path, model: PreTrainedModel, adapter: Adapter | None) -> di
                 _load_weights(model, saved.state_dict())
             else:
                 adapter.load(path)
+            return state, empty_moments(path / OPTIMIZER, model, shares)
     except ModelError as error:
         raise CheckpointError(f"checkpoint {path} does not fit this run's model: {error}") from error
-    return state
 
 
 def read_trainer_state(path: Path) -> dict[str, Any]:

@@ -27,7 +27,7 @@ Moments: TypeAlias = dict[str, Tensor]
 
 def copy_moments(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks) -> Moments:
     """Of every weight that was ever updated."""
-    shares, kinds = _Shares(ranks), moment_kinds(optimizer)
+    shares, kinds = Shares(ranks), moment_kinds(optimizer)
     return {
         f"{name}/{kind}": shares.copy(value, value if kind == "step" else weight)
         for name, weight in model.named_parameters()
@@ -47,15 +47,16 @@ def write_moments(folder: Path, moments: Moments, ranks: Ranks) -> None:
         save(cast("dict[str, Any]", moments), storage_writer=writer, **_group(ranks))
 
 
-def read_moments(folder: Path, model: nn.Module, ranks: Ranks) -> Moments:
-    """This rank's shares of what any number of ranks wrote. Raises `RankLost`."""
+def empty_moments(folder: Path, model: nn.Module, shares: Shares) -> Moments:
+    """This rank's shares of what any number of ranks wrote, yet to be read. Waits for no other rank.
+
+    Raises `KeyError` or `ValueError` for those of another model, and what reading a damaged file raises.
+    """
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-    from torch.distributed.checkpoint.state_dict_loader import load
 
-    reader, shares = FileSystemReader(folder), _Shares(ranks)
     weights = dict(model.named_parameters())
-    written = reader.read_metadata().state_dict_metadata
+    written = FileSystemReader(folder).read_metadata().state_dict_metadata
     moments: Moments = {}
     for key, entry in written.items():
         name, _, kind = key.rpartition("/")
@@ -65,9 +66,16 @@ def read_moments(folder: Path, model: nn.Module, ranks: Ranks) -> Moments:
         if entry.size != like.shape:
             raise ValueError(f"{key} is {list(entry.size)}, and the weight {list(like.shape)}")
         moments[key] = shares.empty(like, entry.properties.dtype)
-    with ranks.exchanging():
-        load(cast("dict[str, Any]", moments), storage_reader=reader, **_group(ranks))
     return moments
+
+
+def read_moments(folder: Path, moments: Moments, ranks: Ranks) -> None:
+    """Into what `empty_moments` made, with all ranks. Raises `RankLost`."""
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    with ranks.exchanging():
+        load(cast("dict[str, Any]", moments), storage_reader=FileSystemReader(folder), **_group(ranks))
 
 
 def set_moments(moments: Mapping[str, Tensor], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -102,8 +110,11 @@ def _placed(value: Tensor, weight: Tensor) -> Tensor:
     return own_part(value, weight)
 
 
-class _Shares:
-    """Copies on the CPU, of a rank's shares as `DTensor`s over all ranks' CPUs, as DCP wants them."""
+class Shares:
+    """Copies on the CPU, of a rank's shares as `DTensor`s over all ranks' CPUs, as DCP wants them.
+
+    Make it on all ranks at once: torch may connect them for it.
+    """
 
     def __init__(self, ranks: Ranks) -> None:
         self._mesh = ranks.mesh("cpu") if isinstance(ranks, JoinedRanks) else None
@@ -114,6 +125,7 @@ class _Shares:
         return self._as_share(torch.empty_like(own, device="cpu").copy_(own), like)
 
     def empty(self, like: Tensor, dtype: torch.dtype) -> Tensor:
+        """Of this rank's share of `like`, to be filled."""
         return self._as_share(torch.empty_like(own_share(like).detach(), device="cpu", dtype=dtype), like)
 
     def _as_share(self, own: Tensor, like: Tensor) -> Tensor:
