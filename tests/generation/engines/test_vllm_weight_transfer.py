@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import shutil
 import threading
 import time
@@ -45,6 +46,8 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.xdist_group("vllm")
 
 DEADLINE_S = 120.0
+HANG_S = 1.0
+"""What the trainer grants a call where one hangs."""
 SOON_S = 5.0
 """Far less than the trainer grants a call, and than a generator may be without progress."""
 
@@ -206,6 +209,48 @@ def test_a_generator_that_dies_in_the_middle_ends_the_broadcast_to_it(
     for thread in served:
         thread.join(DEADLINE_S)
     assert [group.ended for group in groups] == [True]
+
+
+def test_a_generator_that_waits_behind_one_that_hangs_joins_meanwhile_and_is_sent_its_weights_after_that_is_given_up(
+    place: TransferPlace, groups: list[LoopbackTrainer], caplog: pytest.LogCaptureFixture
+) -> None:
+    from tests.generation.engines.loopback_transfer import init_info
+
+    hangs, let_go = threading.Event(), threading.Event()
+    given_up: list[tuple[str, bool]] = []
+    """The calls of the one that follows, and whether the one before was given up by then."""
+
+    def hang(method: str, _: object) -> None:
+        if method == "update_weights":
+            hangs.set()
+            assert let_go.wait(DEADLINE_S)
+
+    def follow(method: str, _: object) -> None:
+        given_up.append((method, groups[0].ended))
+
+    caplog.set_level(logging.DEBUG)
+    with (
+        closing(TransferringModelStateDictStore(place, HANG_S, init_info)) as store,
+        closing(TransferReceiver(place)) as stuck,
+        closing(TransferReceiver(place)) as receiver,
+        ThreadPoolExecutor(1) as beside,
+    ):
+        ref = store.publish(weights(1), 1)
+        try:
+            with stuck.open(ref) as its, receiver.open(ref) as offered:
+                hung = beside.submit(its.receive, 1, hang)
+                assert hangs.wait(SOON_S)
+                offered.receive(1, follow)
+        finally:
+            let_go.set()
+        assert isinstance(hung.exception(SOON_S), TransportError)
+    assert given_up == [
+        ("init_weight_transfer_engine", False),
+        ("start_weight_update", True),
+        ("update_weights", True),
+        ("finish_weight_update", True),
+    ]
+    assert f"a generator took more than {HANG_S:g} s, half of generator.router.progress_deadline_s" in caplog.text
 
 
 def test_an_engine_that_cannot_join_its_group_fails_with_its_own_error_while_the_trainer_waits_for_it(

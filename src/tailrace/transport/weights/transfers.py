@@ -6,7 +6,9 @@
                                      finish_weight_update ─► Sent                               between two steps
 
 Every generator has a group of its own with the trainer: one that comes late, or dies, concerns no other. Whoever fails
-or is gone ends that group, so that no broadcast waits for it. What is connected are `transfer_sockets`.
+or is gone ends that group, so that no broadcast waits for it. Groups are joined at any time, and weights are sent to
+one generator after the other: all broadcasts share vLLM's streams on the trainer's GPU, and no call's deadline counts
+while another broadcast runs. What is connected are `transfer_sockets`.
 """
 
 from __future__ import annotations
@@ -93,6 +95,7 @@ class TransferringModelStateDictStore(ModelStateDictStore):
         self._host = place.host or "127.0.0.1"
         self._listener = TransferListener(place)
         self._newest: ModelStateDict | None = None
+        self._sending = threading.Lock()
         threading.Thread(target=self._accept, name="weight transfers", daemon=True).start()
 
     @override
@@ -117,7 +120,7 @@ class TransferringModelStateDictStore(ModelStateDictStore):
 
     def _serve(self, connection: Connection) -> None:
         """One generator, until it leaves or fails."""
-        generator = _Generator(connection, self._deadline_s)
+        generator = _Generator(connection, self._deadline_s, self._sending)
         try:
             self._listener.admit(connection)
             while True:
@@ -138,8 +141,9 @@ class TransferringModelStateDictStore(ModelStateDictStore):
 class _Generator:
     """The trainer's side of one generator: vLLM's `WeightSource` and `VLLMWeightSyncClient` at once."""
 
-    def __init__(self, connection: Connection, deadline_s: float) -> None:
-        self._connection, self._deadline_s = connection, deadline_s
+    def __init__(self, connection: Connection, deadline_s: float, sending: threading.Lock) -> None:
+        """Generators that share a lock, `sending`, are sent their weights one after the other."""
+        self._connection, self._deadline_s, self._sending = connection, deadline_s, sending
         self._lent: ModelStateDict | None = None
         self._engine: TrainerWeightTransferEngine | None = None
 
@@ -160,7 +164,8 @@ class _Generator:
             if self._engine is None:
                 info = make_init_info(1 + workers)
                 self._engine = WeightTransferTrainerFactory.trainer_init(info, client=self, source=self)
-            self._engine.send_weights()
+            with self._sending:
+                self._engine.send_weights()
         except Exception as error:
             with suppress(TransportError):  # it has left where the failure was its own
                 _send(self._connection, _Done(f"{type(error).__name__}: {error}"))
@@ -297,7 +302,10 @@ def _receive(connection: Connection, deadline_s: float | None = None) -> _Messag
     """The next message. Raises `TransportError`, past the deadline, too."""
     with as_transport_error("the other end of a weight transfer is gone"):
         if not connection.poll(deadline_s):
-            raise TransportError(f"a generator took more than {deadline_s:g} s for a call of a weight transfer")
+            raise TransportError(
+                f"a generator took more than {deadline_s:g} s, half of generator.router.progress_deadline_s, for a "
+                "call of a weight transfer"
+            )
         received = connection.recv_bytes()
     with guarded("a weight transfer's message cannot be read", TransportError):
         return _MESSAGES.decode(received)
