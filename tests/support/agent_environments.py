@@ -305,6 +305,8 @@ async def rank(group: Group) -> Group | list[Group] | list[AgentResult] | None:
             raise ZeroDivisionError("of the score")
         case "exit in the score":
             sys.exit(6)
+        case "wait in the score":
+            await asyncio.sleep(600)
         case "crash in the score":
             ctypes.string_at(0)
     for number, rollout in enumerate(group.rollouts):

@@ -34,7 +34,8 @@ class LoadedEnvironment:
     stays_because: str = ""
     """Why they are not, although it is code of the user's own and the settings leave the choice; empty: no such why."""
     score_timeout: TimeLimit
-    """Of the score of one group, from when it has its turn."""
+    """Of the score of one group, from when it has its turn; of each part that an agent worker scores, from when that
+    takes it."""
 
     @property
     def is_outside(self) -> bool:

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from copy import copy
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tailrace.environments import AgentResult, EnvironmentSpec, ScoreGroup
 from tailrace.environments.outside import AnswerClient
 from tailrace.environments.protocol import GroupScore
-from tailrace.errors import RequestRefused, RolloutError, SettingsError
+from tailrace.errors import RequestRefused, RolloutError, ScoringFailed, SettingsError
 from tailrace.records import Generate, Group, GroupId, Json, Rollout, RolloutId, SamplingParams, Task
 from tailrace.rollouts.agent_workers import AgentWorkers, PlayedRollout, WorkerPlace, WorkerWatch
 from tailrace.rollouts.agent_workers.messages import ScoredBy
-from tailrace.rollouts.attribution import drop_frames
+from tailrace.rollouts.attribution import attribute_errors, drop_frames
 from tailrace.rollouts.chat.rendering import ChatRenderer, Renderer, RendererSource
 from tailrace.rollouts.closing import Closing, close_all
 from tailrace.rollouts.deadline import Attempts
@@ -33,6 +33,8 @@ from tailrace.rollouts.scoring.scorer import ScoreRollout
 from tailrace.rollouts.settings import RolloutSettings
 from tailrace.rollouts.workers.pool import WorkerPool
 from tailrace.tracing.phases import phase
+
+ResultT = TypeVar("ResultT")
 
 _logger = logging.getLogger(__name__)
 
@@ -241,13 +243,15 @@ class Rollouter:
         """Score a complete group by what its environment has for whole groups; see `Scorer.score_group`.
 
         Named functions for whole groups come first, then `score_group` or the judge, which see their rewards. The time
-        limit counts from where a slot among `rollouts.score_concurrency` is free. In an evaluation the group is a
-        single rollout without a reward of its own, which stays without one where the environment needs whole groups.
+        limit counts from where a slot among `rollouts.score_concurrency` is free; what agent workers score has all of
+        it, each part by itself, from when one takes the group. In an evaluation the group is a single rollout without a
+        reward of its own, which stays without one where the environment needs whole groups.
 
         Raises `RolloutError` for the whole group.
         """
         task, environment = group.task, self._environments[group.task.environment]
-        stages = self._group_stages(environment, await self._workers_of(environment))
+        agents = await self._workers_of(environment)
+        stages = self._group_stages(environment, agents)
         if not stages:
             return await self._scorer.score_group(group)
         if self._evaluation_seed is not None:
@@ -255,10 +259,11 @@ class Rollouter:
             if environment.spec.needs_whole_group:
                 return []
 
-        def deadline(work: Coroutine[Any, Any, object]) -> Coroutine[Any, Any, object]:
-            what = f"task {task.task_id}: score_group of group {group.group_id}"
-            limit_s = environment.score_timeout.limit_s
-            return self._attempts.run(limited(work, group, environment), what=what, limit_s=limit_s)
+        async def deadline(work: Coroutine[Any, Any, object]) -> object:
+            if agents is None:
+                return await self._within_limit(work, group, environment)
+            with attribute_errors(task, ScoringFailed):
+                return await work
 
         with phase("score_group", track="groups", about={"group": group.group_id}):
             try:
@@ -266,6 +271,12 @@ class Rollouter:
             except RolloutError as error:
                 drop_frames(error)
                 raise
+
+    async def _within_limit(self, work: Awaitable[ResultT], group: Group, environment: LoadedEnvironment) -> ResultT:
+        """What scores a group on this loop."""
+        what = f"task {group.task.task_id}: score_group of group {group.group_id}"
+        limit_s = environment.score_timeout.limit_s
+        return await self._attempts.run(limited(work, group, environment), what=what, limit_s=limit_s)
 
     def _tell_of_scoring_alone(self, spec: EnvironmentSpec) -> None:
         if spec.name not in self._scored_alone:
@@ -365,15 +376,33 @@ class Rollouter:
         spec = environment.spec
         stages: list[ScoreGroup] = []
         if self._teacher is not None and self._evaluation_seed is None:
-            stages.append(self._teacher)
+            stages.append(self._teacher if agents is None else partial(self._limited, self._teacher, environment))
         if any(reward.together for reward in spec.rewards.values()):
             here = partial(self._player.functions.score_group, spec=spec)
-            stages.append(_scored_in(agents, ScoredBy.REWARDS, here))
+            stages.append(self._scored_in(agents, ScoredBy.REWARDS, here, environment))
         if spec.score_group is not None:
-            stages.append(partial(self._score_by_own, _scored_in(agents, ScoredBy.SCORE_GROUP, spec.score_group)))
+            own = self._scored_in(agents, ScoredBy.SCORE_GROUP, spec.score_group, environment)
+            stages.append(partial(self._score_by_own, own))
         elif (judge := self._judge(spec)) is not None:
-            stages.append(_scored_in(agents, ScoredBy.JUDGE, judge))
+            stages.append(self._scored_in(agents, ScoredBy.JUDGE, judge, environment))
         return stages
+
+    def _scored_in(
+        self, agents: AgentWorkers | None, by: ScoredBy, here: ScoreGroup, environment: LoadedEnvironment
+    ) -> ScoreGroup:
+        """By `agents`, or `here` where there are none, or they can load what scores no more."""
+        if agents is None:
+            return here
+
+        async def score(group: Group) -> GroupScore:
+            scored = await agents.score(group, by=by)
+            return await self._limited(here, environment, group) if scored is None else scored
+
+        return score
+
+    async def _limited(self, here: ScoreGroup, environment: LoadedEnvironment, group: Group) -> GroupScore:
+        """A stage on this loop among those of agent workers, which have limits of their own."""
+        return await self._within_limit(here(group), group, environment)
 
     async def _score_by_own(self, score_group: ScoreGroup, group: Group) -> GroupScore:
         """What an environment's own `score_group` returns. Raises for columns as `require_own_column` does."""
@@ -401,11 +430,6 @@ class Rollouter:
             max_tokens=environment.sampling.max_tokens,
             greedy=self._greedy,
         )
-
-
-def _scored_in(agents: AgentWorkers | None, by: ScoredBy, here: ScoreGroup) -> ScoreGroup:
-    """By `agents`, or `here` where there are none."""
-    return here if agents is None else partial(agents.score, by=by)
 
 
 def _columns_of(rollouts: Sequence[Rollout]) -> set[str]:

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import logging
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -15,8 +16,8 @@ import psutil
 import pytest
 from typing_extensions import override
 
-from tailrace.errors import EnvironmentFailed, LifecycleError, SettingsError, WorkerLost
-from tailrace.records import Rollout
+from tailrace.errors import EnvironmentFailed, LifecycleError, RolloutTimeout, SettingsError, WorkerLost
+from tailrace.records import Group, GroupId, Rollout
 from tailrace.rollouts import ChatRenderer
 from tailrace.rollouts.agent_workers import WorkerWatch
 from tailrace.rollouts.agent_workers.places import LocalPlace, LocalProcess
@@ -160,6 +161,14 @@ async def test_rollouts_that_are_lost_with_their_worker_are_freed_without_the_co
     assert left == []
 
 
+@pytest.fixture
+def short_pause_s(monkeypatch: pytest.MonkeyPatch) -> float:
+    """The first between tries to start a worker again."""
+    monkeypatch.setattr("tailrace.rollouts.agent_workers.pool.FIRST_PAUSE_S", 0.01)
+    return 0.01
+
+
+@pytest.mark.usefixtures("short_pause_s")
 async def test_a_worker_that_has_played_may_be_killed_again_and_again_while_it_is_started(
     renderer: ChatRenderer,
 ) -> None:
@@ -196,6 +205,32 @@ async def test_time_for_which_there_is_no_worker_counts_towards_no_rollouts_limi
         rollouts = await asyncio.gather(*(run.rollout() for _ in range(4)))
     assert [rollout.turns for rollout in rollouts] == [2] * 4
     assert all(rollout.ended_s - rollout.started_s > limit_s for rollout in rollouts)
+
+
+async def test_time_for_which_there_is_no_worker_counts_towards_no_limit_of_a_groups_score(
+    renderer: ChatRenderer,
+) -> None:
+    limit_s = 2.0
+    machine = SlowMachine(None)
+    async with Run(renderer, "ranked", places=[machine], timeout_s=limit_s) as run:
+        member = await run.rollout(name="ranked")
+        (pid,) = run.agents.pids().values()
+        os.kill(pid, signal.SIGSTOP)
+        scoring = asyncio.create_task(run.rollouter.score(Group(GroupId("g"), member.task, [member])))
+        await until_it_holds(1, run)
+        machine.start_s = 1.5 * limit_s
+        os.kill(pid, signal.SIGKILL)
+        (group,) = await scoring
+    assert group.metrics["score_group_s"] > limit_s
+
+
+async def test_a_groups_score_that_hangs_in_a_worker_is_ended_there(renderer: ChatRenderer) -> None:
+    async with Run(renderer, "ranked", timeout_s=2.0) as run:
+        member = await run.rollout("wait in the score", name="ranked")
+        async with asyncio.timeout(PATIENCE_S):
+            with pytest.raises(RolloutTimeout, match=r"not finished after 2 s \(rollouts.timeout_s\).* in rank "):
+                await run.rollouter.score(Group(GroupId("g"), member.task, [member]))
+        assert run.agents.flush_figures()[0].restarts == 0
 
 
 class Machine(LocalPlace):
@@ -241,6 +276,55 @@ async def test_a_worker_that_cannot_be_started_again_is_tried_again_while_others
         await move_clock(monkeypatch, LONGEST_PAUSE_S)
         await run.agents.start()
         assert len(run.agents.pids()) == 2
+
+
+async def test_what_the_one_worker_cannot_load_again_is_played_beside_the_scheduler_where_the_choice_is_left(
+    renderer: ChatRenderer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    short_pause_s: float,
+) -> None:
+    monkeypatch.setenv("TAILRACE_TEST_PARENT", str(os.getpid()))
+    (module := tmp_path / "own.py").touch()
+    async with Run(renderer, "ranked_while", workers="auto", args={"path": str(module)}) as run:
+        member = await run.rollout(name="ranked_while")
+        (pid,) = run.agents.pids().values()
+        assert pid_of(member) == pid
+        os.kill(pid, signal.SIGSTOP)
+        scoring = asyncio.create_task(run.rollouter.score(Group(GroupId("g"), member.task, [member])))
+        await until_it_holds(1, run)
+        module.unlink()
+        os.kill(pid, signal.SIGKILL)
+        (group,) = await scoring
+        assert pid_of(group.rollouts[0]) == os.getpid()
+        assert pid_of(await run.rollout(name="ranked_while")) == os.getpid()
+    assert pauses_in(caplog.text) == [short_pause_s * 2**number for number in range(6)]
+    assert caplog.text.count("environment 'ranked_while' cannot be loaded in another process") == 1
+
+
+async def test_the_one_worker_that_cannot_load_again_what_was_asked_of_it_ends_the_run(
+    renderer: ChatRenderer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    short_pause_s: float,
+) -> None:
+    monkeypatch.setenv("TAILRACE_TEST_PARENT", str(os.getpid()))
+    (module := tmp_path / "own.py").touch()
+    async with Run(renderer, "ranked_while", args={"path": str(module)}) as run:
+        await run.rollout(name="ranked_while")
+        module.unlink()
+        os.kill(run.agents.pids()["agent_worker_0"], signal.SIGKILL)
+        await until(lambda: run.agents.flush_figures()[0].restarts == 1)
+        with pytest.raises(LifecycleError, match=r"agent worker 0 could not be started again: .*half saved"):
+            await run.rollout(name="ranked_while")
+    assert pauses_in(caplog.text) == [short_pause_s * 2**number for number in range(6)]
+
+
+def pauses_in(log: str) -> list[float]:
+    """Those between tries to start a worker again."""
+    return [float(pause_s) for pause_s in re.findall(r"it is started once more in ([\d.]+) s", log)]
 
 
 async def test_a_worker_that_is_stopped_while_it_starts_is_killed_and_started_once_more(

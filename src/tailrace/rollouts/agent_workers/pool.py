@@ -28,12 +28,14 @@ from tailrace.tracing.output_log import OutputLog
 from tailrace.tracing.phase_totals import PhaseUsage
 from tailrace.transport.channels import wait_until
 
-FIRST_PAUSE_S = 0.5
+FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 30.0
-"""Between a process that ended with nothing played and its successor; each pause is twice the one before."""
+"""Between a process that ended with nothing played, or could not be started again, and its successor; each pause is
+twice the one before."""
 
-_TRIES, _TRIES_AGAIN = 2, 5
-"""Starts in a row that may fail, less one: somebody may have killed it who meant another."""
+_TRIES, _TRIES_AGAIN = 2, 7
+"""Starts in a row: somebody may have killed the first who meant another, and what one that has been there before loads
+may be away for a minute."""
 
 _STAYS = (
     "environment %r cannot be loaded in another process, so it is played beside the scheduler, where what blocks or "
@@ -79,13 +81,15 @@ class AgentWorkers:
         for number, place in enumerate(self._places):
             own = hello if endpoints is None else msgspec.structs.replace(hello, endpoints=endpoints.entry(number))
             self._workers.append(AgentWorker(number, own, settings, generate, place))
+        self._may_lack = settings.agent_workers == "auto"
+        """Whether what a worker cannot load again may be played elsewhere."""
         self._keepers: list[asyncio.Task[None]] = []
         self._changed = asyncio.Event()
         self._failure: TailraceError | None = None
         self._played = 0
         """Rollouts that came back."""
         self._not_loaded: set[str] = set()
-        """Environments that are played elsewhere, since the first process of a worker could not load them."""
+        """Environments that are played elsewhere, since a worker could not load them, at first or again."""
 
     async def start(self) -> None:
         """Start every worker, and wait until all take rollouts. Raises what keeps one from starting."""
@@ -95,7 +99,7 @@ class AgentWorkers:
             raise self._failure
 
     async def loads(self, environment: str) -> bool:
-        """Whether this environment is played here: with `auto`, one that the worker could not load at first is not.
+        """Whether this environment is played here: with `auto`, one that the worker could not load is not.
 
         Waits until a worker is there. Raises as `play` does.
         """
@@ -108,18 +112,23 @@ class AgentWorkers:
         Waits for one that is there. Raises what keeps all of them from starting.
         """
         worker = await self._least_busy()
+        if rollout.task.environment in self._not_loaded:  # since it was asked for
+            raise WorkerLost(f"task {rollout.task.task_id}: {worker.name} could not load it again").of_another()
         played = await worker.play(rollout, is_evaluation=is_evaluation, tell=tell)
         self._played += 1
         return played
 
-    async def score(self, group: Group, *, by: ScoredBy) -> list[Group] | list[AgentResult]:
+    async def score(self, group: Group, *, by: ScoredBy) -> list[Group] | list[AgentResult] | None:
         """Score a group by its environment's `score_group`, its named functions for groups, or its judge.
 
-        Once more where the worker is lost, and wherever another rollout was to blame for that. Raises as `play` does.
+        Once more where the worker is lost, and wherever another rollout was to blame for that. None where its
+        environment is not played here any more. Raises as `play` does.
         """
         tries_left = 2
         while True:
             worker = await self._least_busy()
+            if group.task.environment in self._not_loaded:
+                return None
             try:
                 return await worker.score(group, by=by)
             except WorkerLost as lost:
@@ -207,43 +216,43 @@ class AgentWorkers:
             self._changed.set()
 
     async def _start(self, worker: AgentWorker) -> None:
-        """Where it has been there before it is tried for as long as others play on: its node may be lost.
+        """Once more where the process ends meanwhile. One that has been there before is tried again after ever longer
+        pauses, and for as long as others play on, since its node may be lost; the last try need not load everything
+        again where the settings leave the choice.
 
         Raises what keeps it from starting.
         """
+        tries = left = _TRIES_AGAIN if worker.restarts else _TRIES
+        pause_s = 0.0
         while True:
             try:
-                await self._try_to_start(worker)
+                await _start_process(worker, may_lack=self._may_lack and left == 1)
                 break
             except LifecycleError as error:
-                if not worker.restarts or not any(one.is_ready for one in self._workers):
+                others_play = worker.restarts > 0 and any(one.is_ready for one in self._workers)
+                left = tries if others_play else left - 1
+                if not left:
                     raise
-                _logger.error("%s\nOthers play on, and it is tried again in %g s.", error, LONGEST_PAUSE_S)
-                await asyncio.sleep(LONGEST_PAUSE_S)
+                if worker.restarts:
+                    pause_s = min(2 * pause_s or FIRST_PAUSE_S, LONGEST_PAUSE_S)
+                if others_play:
+                    _logger.error("%s\nOthers play on, and it is tried again in %g s.", error, pause_s)
+                else:
+                    _logger.warning("%s; it is started once more in %g s", error, pause_s)
+                await asyncio.sleep(pause_s)
         for environment, failure in worker.not_loaded.items():
             if environment not in self._not_loaded:
                 self._not_loaded.add(environment)
                 _logger.warning(_STAYS, environment, failure.message)
         self._changed.set()
 
-    async def _try_to_start(self, worker: AgentWorker) -> None:
-        """Once more where the process ends meanwhile, and more often where it could be started before."""
-        for left in reversed(range(_TRIES_AGAIN if worker.restarts else _TRIES)):
-            try:
-                await _start_process(worker)
-                break
-            except LifecycleError as error:
-                if not left:
-                    raise
-                _logger.warning("%s; it is started once more", error)
 
-
-async def _start_process(worker: AgentWorker) -> None:
+async def _start_process(worker: AgentWorker, *, may_lack: bool) -> None:
     """Raises as `AgentWorker.start` does, and `LifecycleError` alone for one that has been there: what it may not find
     now (its module is being saved, a server is away, the machine has no memory) it has found before.
     """
     try:
-        await worker.start()
+        await worker.start(may_lack=may_lack)
     except (TailraceError, OSError) as error:
         if not worker.restarts or isinstance(error, LifecycleError):
             raise

@@ -82,7 +82,7 @@ class AgentWorker:
         self.restarts = 0
         self.beats = BeatSums()
         self.not_loaded: dict[str, Failure] = {}
-        """Environments that its first process could not load, and did not need to. Those after it load the others."""
+        """Environments that its newest process could not load, and did not need to. Those after it load the others."""
         self._hello, self._settings, self._generate, self._place = hello, settings, generate, place
         self._held: dict[str, AnyHeld] = {}
         """By the rollout's id, or the score's key."""
@@ -117,8 +117,9 @@ class AgentWorker:
 
     # ---- its process
 
-    async def start(self) -> None:
-        """Start a process, and wait until it has loaded what it needs: all that one before it had loaded.
+    async def start(self, *, may_lack: bool = False) -> None:
+        """Start a process, and wait until it has loaded what it needs: all that one before it had loaded, unless it
+        `may_lack` some of that.
 
         Raises what its environments raise when they are loaded, and `LifecycleError` where it ends or takes too long.
         """
@@ -130,7 +131,8 @@ class AgentWorker:
         self._connection = Connection(self._receive, self._gone.set)
         process = self._process = await self._place.start(self._connection)
         self._ends = [loop.create_task(process.ended()), loop.create_task(self._gone.wait())]
-        self._connection.send(msgspec.structs.replace(self._hello, name=self.name))
+        needs_all = self._hello.needs_all and not may_lack
+        self._connection.send(msgspec.structs.replace(self._hello, name=self.name, needs_all=needs_all))
         silence = loop.create_task(self._watch_silence())
         try:
             async with asyncio.timeout(limit_s):
