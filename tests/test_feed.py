@@ -281,5 +281,5 @@ def test_the_client_imports_neither_torch_nor_what_runs_an_orchestrator() -> Non
     program = "import sys, tailrace.feed; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
     rooms = {name.split(".")[1] for name in loaded if name.startswith("tailrace.")}
-    assert rooms == {"errors", "extras", "feed", "free_ports", "guards", "records", "transport"}
+    assert rooms == {"errors", "extras", "feed", "free_ports", "guards", "records", "transport", "urls"}
     assert not {"torch", "transformers", "zmq", "pydantic", "redis"} & {*loaded}

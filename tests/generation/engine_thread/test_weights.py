@@ -123,7 +123,7 @@ async def until(generator: Generator, happened: Callable[[], bool]) -> None:
 async def test_a_load_that_fails_is_raised_and_logged_and_the_old_version_goes_on_serving(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    caplog.set_level(logging.DEBUG)
+    caplog.set_level(logging.DEBUG, "tailrace")
     async with Generator(SimulatedEngine) as generator:
         with pytest.raises(TransportError, match="gone"):
             await generator.load_model_state_dict(opener({}, failing=["gone"]), 4)
