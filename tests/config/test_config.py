@@ -84,6 +84,12 @@ def test_an_unknown_recipe_names_the_nearest() -> None:
         load_settings("quikstart")
 
 
+def test_the_folder_of_a_run_in_place_of_a_recipe_says_which_file_goes_on_with_it(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text(MINIMAL)
+    with pytest.raises(SettingsError, match=rf"give {tmp_path}/config.toml, and --resume to go on with it"):
+        load_settings(str(tmp_path))
+
+
 def test_an_unknown_key_names_its_line_and_the_nearest_key(write) -> None:  # type: ignore[no-untyped-def]
     path = write(MINIMAL + "\n[trainer]\nlerning_rate = 1e-4\n")
     with pytest.raises(SettingsError, match=r"run.toml, line 14: .*did you mean trainer.learning_rate\?"):

@@ -83,6 +83,8 @@ def read_settings_file(recipe: str) -> SettingsFile:
     if path.suffix != ".toml":
         path = recipe_folder() / f"{recipe}.toml"
         if not path.is_file():
+            if (own := Path(os.path.expanduser(recipe), "config.toml")).is_file():
+                raise SettingsError(f"{recipe!r} is the folder of a run: give {own}, and --resume to go on with it")
             names = list(list_recipes())
             hint = did_you_mean(recipe, names) or "."
             known = f"Recipes: {', '.join(names)}. A file of your own ends in .toml"
