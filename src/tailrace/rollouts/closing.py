@@ -5,13 +5,36 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 from tailrace.rollouts.attribution import text_of
+from tailrace.rollouts.environment import LoadedEnvironment
 
 Closing: TypeAlias = Callable[[], Awaitable[object]]
 
 _logger = logging.getLogger(__name__)
+
+
+class _Closable(Protocol):
+    async def close(self) -> None: ...
+
+
+def played_with(
+    workers: _Closable,
+    judges: Mapping[str, _Closable],
+    environments: Mapping[str, LoadedEnvironment],
+    gateway: _Closable | None,
+) -> dict[str, Closing]:
+    """What every process that plays and scores has to close, by its name."""
+    parts: dict[str, Closing] = {"the rollout workers": workers.close}
+    for name, judge in judges.items():
+        parts[f"the judge of environment {name!r}"] = judge.close
+    for name, environment in environments.items():
+        if environment.spec.close is not None:
+            parts[f"environment {name!r}"] = environment.spec.close
+    if gateway is not None:
+        parts["the gateway"] = gateway.close
+    return parts
 
 
 async def close_all(parts: Mapping[str, Closing]) -> None:

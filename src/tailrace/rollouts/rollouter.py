@@ -19,7 +19,7 @@ from tailrace.rollouts.agent_workers import AgentWorkers, PlayedRollout, WorkerP
 from tailrace.rollouts.agent_workers.messages import ScoredBy
 from tailrace.rollouts.attribution import attribute_errors, drop_frames
 from tailrace.rollouts.chat.rendering import ChatRenderer, Renderer, RendererSource
-from tailrace.rollouts.closing import Closing, close_all
+from tailrace.rollouts.closing import close_all, played_with
 from tailrace.rollouts.deadline import Attempts
 from tailrace.rollouts.endpoints import Endpoints, no_endpoints
 from tailrace.rollouts.environment import LoadedEnvironment
@@ -158,18 +158,11 @@ class Rollouter:
 
         Whatever one of them raises is logged with its name, and keeps no other from its end; see `close_all`.
         """
-        parts: dict[str, Closing] = {"the rollout workers": self._workers.close}
+        parts = played_with(self._workers, self._judges, self._environments, self._endpoints)
         if self._agents is not None:
             parts["the agent workers"] = self._agents.close
-        for name, judge in self._judges.items():
-            parts[f"the judge of environment {name!r}"] = judge.close
-        for name, one in self._environments.items():
-            if one.spec.close is not None:
-                parts[f"environment {name!r}"] = one.spec.close
         if self._teacher is not None:
             parts["the teacher"] = self._teacher.close
-        if self._endpoints is not None:
-            parts["the gateway"] = self._endpoints.close
         await close_all(parts)
 
     def kill(self) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -11,7 +13,18 @@ from typing import Literal
 import psutil
 
 from tailrace.environments import EnvironmentSettings, load_environment
-from tailrace.records import Completion, GenerationRequest, GroupId, Json, OnChunk, Rollout, RolloutId, Task, TaskId
+from tailrace.records import (
+    Completion,
+    GenerationRequest,
+    Group,
+    GroupId,
+    Json,
+    OnChunk,
+    Rollout,
+    RolloutId,
+    Task,
+    TaskId,
+)
 from tailrace.rollouts import ChatRenderer, Endpoints, LoadedEnvironment, Rollouter, RolloutSettings
 from tailrace.rollouts.agent_workers import AgentWorkers, WorkerPlace, WorkerWatch
 from tests.support.scripted_generate import ScriptedGenerate
@@ -124,6 +137,17 @@ class Run:
 
 async def until_it_holds(num_rollouts: int, run: Run) -> None:
     await until(lambda: run.agents.flush_figures()[0].rollouts == num_rollouts)
+
+
+async def score_in_a_killed_worker(run: Run, member: Rollout, module: Path) -> asyncio.Task[list[Group]]:
+    """Of its group, whose only worker is killed over it, once what that needs to load its environment is gone."""
+    (pid,) = run.agents.pids().values()
+    os.kill(pid, signal.SIGSTOP)
+    scoring = asyncio.create_task(run.rollouter.score(Group(GroupId("g"), member.task, [member])))
+    await until_it_holds(1, run)
+    module.unlink()
+    os.kill(pid, signal.SIGKILL)
+    return scoring
 
 
 async def until(happened: Callable[[], bool]) -> None:

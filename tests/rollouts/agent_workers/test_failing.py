@@ -22,7 +22,14 @@ from tailrace.rollouts import ChatRenderer
 from tailrace.rollouts.agent_workers import WorkerWatch
 from tailrace.rollouts.agent_workers.places import LocalPlace, LocalProcess
 from tailrace.rollouts.agent_workers.pool import LONGEST_PAUSE_S
-from tests.rollouts.agent_workers.played import PATIENCE_S, Run, processes, until, until_it_holds
+from tests.rollouts.agent_workers.played import (
+    PATIENCE_S,
+    Run,
+    processes,
+    score_in_a_killed_worker,
+    until,
+    until_it_holds,
+)
 from tests.support.clocks import move_clock
 from tests.support.collected import left_to_collector
 from tests.support.descendants import still_run
@@ -289,14 +296,8 @@ async def test_what_the_one_worker_cannot_load_again_is_played_beside_the_schedu
     (module := tmp_path / "own.py").touch()
     async with Run(renderer, "ranked_while", workers="auto", args={"path": str(module)}) as run:
         member = await run.rollout(name="ranked_while")
-        (pid,) = run.agents.pids().values()
-        assert pid_of(member) == pid
-        os.kill(pid, signal.SIGSTOP)
-        scoring = asyncio.create_task(run.rollouter.score(Group(GroupId("g"), member.task, [member])))
-        await until_it_holds(1, run)
-        module.unlink()
-        os.kill(pid, signal.SIGKILL)
-        (group,) = await scoring
+        assert [pid_of(member)] == [*run.agents.pids().values()]
+        (group,) = await (await score_in_a_killed_worker(run, member, module))
         assert pid_of(group.rollouts[0]) == os.getpid()
         assert pid_of(await run.rollout(name="ranked_while")) == os.getpid()
     assert pauses_in(caplog.text) == [short_pause_s * 2**number for number in range(6)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import pytest
 from tailrace.errors import InvalidReward, JudgeFailed, RolloutError, ScoringFailed, WorkerLost
 from tailrace.records import Group, GroupId, Rollout
 from tailrace.rollouts import ChatRenderer
-from tests.rollouts.agent_workers.played import Run, until, until_it_holds
+from tests.rollouts.agent_workers.played import Run, score_in_a_killed_worker, until
 from tests.support.judge_endpoint import Answer, endpoint
 from tests.support.scripted_generate import ScriptedGenerate
 
@@ -158,12 +157,7 @@ async def test_a_score_waits_for_the_worker_that_has_had_its_environment(
     (module := tmp_path / "own.py").touch()
     async with Run(renderer, "ranked_while", workers="auto", args={"path": str(module)}) as run:
         member = await run.rollout(name="ranked_while")
-        (pid,) = run.agents.pids().values()
-        os.kill(pid, signal.SIGSTOP)
-        scoring = asyncio.create_task(run.rollouter.score(Group(GroupId("g"), member.task, [member])))
-        await until_it_holds(1, run)
-        module.unlink()
-        os.kill(pid, signal.SIGKILL)
+        scoring = await score_in_a_killed_worker(run, member, module)
         await until(lambda: "RuntimeError: half saved" in caplog.text)
         module.touch()
         (group,) = await scoring

@@ -58,7 +58,7 @@ from tailrace.rollouts.agent_workers.messages import (
 from tailrace.rollouts.agent_workers.segments import BranchWriter
 from tailrace.rollouts.attribution import attribute_errors, exit_refused
 from tailrace.rollouts.chat import ChatRenderer
-from tailrace.rollouts.closing import Closing, close_all
+from tailrace.rollouts.closing import close_all, played_with
 from tailrace.rollouts.deadline import Attempts
 from tailrace.rollouts.endpoints import Endpoints
 from tailrace.rollouts.environment import LoadedEnvironment
@@ -149,19 +149,8 @@ class AgentWorkerProcess:
                     with self._ending_when_held(settings.agent_block_s, phases):
                         await self._beat_until_closed(settings.agent_block_s, lag, phases)
         finally:
-            await self._close(workers)
+            await close_all(played_with(workers, self._chats, self._environments, self._endpoints))
             faulthandler.cancel_dump_traceback_later()
-
-    async def _close(self, workers: WorkerPool) -> None:
-        parts: dict[str, Closing] = {"the rollout workers": workers.close}
-        for name, chat in self._chats.items():
-            parts[f"the judge of environment {name!r}"] = chat.close
-        for name, environment in self._environments.items():
-            if environment.spec.close is not None:
-                parts[f"environment {name!r}"] = environment.spec.close
-        if self._endpoints is not None:
-            parts["the gateway"] = self._endpoints.close
-        await close_all(parts)
 
     # ---- what it is started with
 
