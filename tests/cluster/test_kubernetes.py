@@ -207,3 +207,22 @@ def test_what_cannot_run_there_is_told_in_a_sentence_with_status_2(
     printed = capsys.readouterr()
     assert why in printed.err
     assert printed.out == ""
+
+
+def test_keys_that_are_rendered_are_told_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    headers = '{Authorization = "Bearer sesame", X-Key = "$MCP_KEY"}'
+    mcp = (
+        "--environment.name",
+        "mcp",
+        "--environment.args.url",
+        "https://host/mcp",
+        "--environment.args.headers",
+        headers,
+    )
+    assert main(["cluster", "render", "kubernetes", "quickstart", *IMAGE, *mcp]) == 0
+    told = capsys.readouterr().err
+    assert "environments.0.args.headers.Authorization may hold keys" in told
+    assert "sesame" not in told
+    assert "X-Key" not in told
+    assert main(["cluster", "render", "kubernetes", "quickstart", *IMAGE]) == 0
+    assert capsys.readouterr().err == ""

@@ -18,7 +18,7 @@ name = "run"
 [[environments]]
 name = "mcp"
 [environments.args]
-url = "https://host/mcp"
+url = "https://me:sesame@host/mcp"
 [environments.judge]
 url = "https://me:sesame@judge/v1?api_key=sesame"
 [environments.args.headers]

@@ -19,6 +19,7 @@ from tailrace.commands.arguments import (
     Quantity,
     Recipe,
     SharedFolder,
+    show_progress,
 )
 from tailrace.errors import SettingsError
 
@@ -57,13 +58,20 @@ class Cluster:
     def __call__(self, overrides: list[str]) -> int:
         """Run the command."""
         from tailrace.config import load_settings, placed
+        from tailrace.reporting.masking import names_of_keys
 
         self._refuse_others_options()
         if self.name is not None:
             overrides = [*overrides, f"--name={json.dumps(self.name, ensure_ascii=False)}"]
         settings = load_settings(self.recipe, overrides)
         with placed(self.recipe, overrides):
-            sys.stdout.write(self._rendered(settings, overrides))
+            rendered = self._rendered(settings, overrides)
+        if names := names_of_keys(settings.model_dump(mode="json")):
+            show_progress(
+                f"{', '.join(names)} may hold keys, which are rendered as they are: let their values name variables "
+                'of the environment in their place ("Bearer $MCP_KEY")'
+            )
+        sys.stdout.write(rendered)
         return 0
 
     def _rendered(self, settings: Any, overrides: list[str]) -> str:

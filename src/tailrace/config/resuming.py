@@ -24,7 +24,7 @@ from tailrace.config.settings import RunSettings
 from tailrace.config.shutdown import ShutdownSettings
 from tailrace.config.sources import Key, Places, SettingsFile, Table, read_settings_file
 from tailrace.errors import SettingsError
-from tailrace.reporting.masking import masked
+from tailrace.reporting.masking import flat, masked
 from tailrace.training.settings.losses import DEFAULT_LOSS
 
 CONFIG_FILE = "config.toml"
@@ -202,27 +202,13 @@ def differences(before: RunSettings, now: RunSettings, *, of_places: bool = Fals
     """
     left_out = OF_ONE_START if of_places else OF_ONE_START | OF_ONE_PLACE
     tables = [settings.model_dump(mode="json") for settings in (before, now)]
-    were, are = (dict(_leaves(table)) for table in tables)
-    shown_before, shown_now = (dict(_leaves(masked(table))) for table in tables)
+    were, are = (flat(table) for table in tables)
+    shown_before, shown_now = (flat(masked(table)) for table in tables)
     return [
         Difference(name, shown_before.get(name), shown_now.get(name))
         for name in [*were, *(name for name in are if name not in were)]
         if were.get(name) != are.get(name) and name not in left_out
     ]
-
-
-def _leaves(value: object, prefix: str = "") -> Iterator[tuple[str, object]]:
-    """Every value by its dotted name; lists of plain values are one."""
-    entries: Iterator[tuple[object, object]]
-    if isinstance(value, dict) and value:
-        entries = iter(value.items())
-    elif isinstance(value, list) and any(isinstance(entry, dict) for entry in value):
-        entries = iter(enumerate(value))
-    else:
-        yield prefix.removesuffix("."), value
-        return
-    for key, entry in entries:
-        yield from _leaves(entry, f"{prefix}{key}.")
 
 
 def _shown(value: object) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,7 +14,7 @@ import xxhash
 from tailrace.errors import DataError, SettingsError
 from tailrace.guards import guarded, read_at_most
 from tailrace.records import Json
-from tailrace.reporting.masking import masked
+from tailrace.reporting.masking import flat, masked
 
 _MOST_BYTES = 1 << 20
 _SEEDS = frozenset({"seed", "generator.seed"})
@@ -81,22 +81,15 @@ def read_settings(path: Path) -> Settings:
         with guarded(f"{path} holds no settings", DataError):
             text = read_at_most(path, _MOST_BYTES).decode("utf-8", "replace")
             table = tomllib.loads(text)
-            flat, shown = dict(_leaves(table)), masked(table)
-            return Settings(flat, flat if shown == table else dict(_leaves(shown)), text)
+            values, shown = _flat(table), masked(table)
+            return Settings(values, values if shown == table else _flat(shown), text)
     except DataError:
         return Settings()
 
 
-def _leaves(value: object, prefix: str = "") -> Iterator[tuple[str, Json]]:
-    """Every value by its dotted name; a list of plain values is one."""
-    if isinstance(value, dict) and value:
-        for key, inner in value.items():
-            yield from _leaves(inner, f"{prefix}.{key}" if prefix else str(key))
-    elif isinstance(value, list) and any(isinstance(inner, dict) for inner in value):
-        for number, inner in enumerate(value):
-            yield from _leaves(inner, f"{prefix}.{number}")
-    elif not isinstance(value, dict):
-        yield prefix, _plain(value)
+def _flat(table: Mapping[str, object]) -> dict[str, Json]:
+    """Every value by its dotted name; empty tables say nothing."""
+    return {name: _plain(value) for name, value in flat(table).items() if value != {}}
 
 
 def _plain(value: object) -> Json:

@@ -1,13 +1,15 @@
 """Settings as a run shows them, to trackers, in its report, on the dashboard and in its log: without keys of servers.
 
 What an environment's `args.headers` and a command's `args.env` hold may be keys, and so may users and passwords in
-addresses of a judge, a teacher and Redis. The run's own config.toml keeps them as they are: a resume needs them.
+addresses of a server, a judge, a teacher and Redis. The run's own config.toml keeps them as they are, since a resume
+needs them.
 """
 
 from __future__ import annotations
 
 import re
 import tomllib
+from collections.abc import Iterator
 
 import tomli_w
 
@@ -49,6 +51,33 @@ def masked_text(text: str) -> str:
         return ""
 
 
+def flat(settings: object) -> dict[str, object]:
+    """Every value by its dotted name; a list of plain values is one, and so is an empty table.
+
+    >>> flat({"environments": [{"name": "mcp", "args": {}}], "betas": [0.9, 0.95]})
+    {'environments.0.name': 'mcp', 'environments.0.args': {}, 'betas': [0.9, 0.95]}
+    """
+    return dict(_leaves(settings, ""))
+
+
+def names_of_keys(settings: dict[str, Json]) -> list[str]:
+    """Settings that may hold a key, and are shown with a mask."""
+    shown = flat(masked(settings))
+    return [name for name, value in flat(settings).items() if shown.get(name) != value]
+
+
+def _leaves(value: object, name: str) -> Iterator[tuple[str, object]]:
+    if isinstance(value, dict) and value:
+        entries = list(value.items())
+    elif isinstance(value, list) and any(isinstance(entry, dict) for entry in value):
+        entries = list(enumerate(value))
+    else:
+        yield name, value
+        return
+    for key, entry in entries:
+        yield from _leaves(entry, f"{name}.{key}" if name else str(key))
+
+
 def _without_user_at(table: dict[str, Json], name: str, *names: str) -> dict[str, Json]:
     """The table, the address in it that is called so without its user."""
     value = table.get(name)
@@ -60,7 +89,7 @@ def _without_user_at(table: dict[str, Json], name: str, *names: str) -> dict[str
 def _environment(environment: Json) -> Json:
     if not isinstance(environment, dict):
         return environment
-    shown = _without_user_at(environment, "judge", "url")
+    shown = _without_user_at(_without_user_at(environment, "judge", "url"), "args", "url")
     args = shown.get("args")
     if not isinstance(args, dict):
         return shown
