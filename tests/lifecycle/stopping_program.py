@@ -16,7 +16,8 @@ async def main(manner: str) -> int:
     stop = asyncio.Event()
 
     def abort(exit_code: ExitCode) -> None:
-        print(f"aborted by {exit_code.name}", flush=True)
+        # a signal may come within a `print` that is under way, and then another one raises
+        os.write(sys.stdout.fileno(), f"aborted by {exit_code.name}\n".encode())
         os._exit(exit_code)
 
     def request_stop(exit_code: ExitCode) -> None:
