@@ -6,6 +6,7 @@ import itertools
 import logging
 import math
 import re
+import threading
 import unicodedata
 from collections import Counter
 from dataclasses import replace
@@ -219,6 +220,28 @@ async def test_the_terminal_view_draws_and_leaves_the_last_state() -> None:
     drawn = console.file.getvalue()
     assert "0.745" in drawn
     assert drawn.rindex("\x1b[?25h") > drawn.rindex("\x1b[?25l"), "the cursor is given back"
+
+
+async def test_a_terminal_that_takes_nothing_is_left_at_once(tmp_path: Path) -> None:
+    is_stuck, may_go_on = threading.Event(), threading.Event()
+
+    class Stuck(io.StringIO):
+        def fileno(self) -> int:
+            return terminal.fileno()
+
+        def write(self, text: str) -> int:
+            if threading.current_thread() is not threading.main_thread():
+                is_stuck.set()
+                may_go_on.wait()
+            return len(text)
+
+    with (tmp_path / "terminal").open("wb") as terminal:
+        console = Console(file=Stuck(), force_terminal=True, width=100)
+        async with LiveView(a_view, terminal=True, console=console) as view:
+            await asyncio.to_thread(is_stuck.wait)  # with the locks of the view and the console
+            view.abandon_terminal()
+            may_go_on.set()
+    assert (tmp_path / "terminal").read_bytes() == b"\n\x1b[?25h"
 
 
 async def test_a_terminal_that_went_away_does_not_end_the_run() -> None:

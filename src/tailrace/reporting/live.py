@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import os
 import sys
 from collections.abc import Callable
 from types import TracebackType
@@ -83,13 +85,22 @@ class LiveView:
         self._take = view
 
     def release_terminal(self) -> None:
-        """Stop drawing and give the cursor back: also where the process ends at once. May be called twice."""
+        """Stop drawing and give the cursor back. May be called twice."""
         if self._live is None:
             return
         try:
             self._live.stop()
         except OSError as lost:
             _logger.info("the terminal went away: %s", lost)
+
+    def abandon_terminal(self) -> None:
+        """Give the cursor back where the process ends at once, from a signal's handler: past all locks.
+
+        The thread that draws may hold its own and wait for one that the interrupted code holds.
+        """
+        if self._live is not None:
+            with contextlib.suppress(OSError):
+                os.write(self._console.file.fileno(), b"\n\x1b[?25h")
 
     async def _refresh(self) -> None:
         pause_s = 1 / _REFRESHES_PER_S

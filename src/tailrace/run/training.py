@@ -237,7 +237,7 @@ def _stop_signals(
 
     def end_at_once(code: ExitCode) -> None:
         run.kill()
-        live.release_terminal()
+        live.abandon_terminal()
         _tell_at_once(paths, resume_with)
         abort(code)
 
