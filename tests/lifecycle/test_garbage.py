@@ -20,6 +20,14 @@ def test_a_collection_waits_for_more_objects_than_all_rollouts_in_flight_hold(in
     assert gc.get_threshold() == before
 
 
+def test_objects_that_somebody_else_holds_stay_so() -> None:
+    gc.freeze()
+    held = gc.get_freeze_count()
+    with hold_old_objects():
+        pass
+    assert gc.get_freeze_count() >= held
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_no_garbage_is_looked_for_while_a_large_module_is_imported_and_again_afterwards(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool

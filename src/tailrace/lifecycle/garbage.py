@@ -25,7 +25,7 @@ def hold_old_objects(in_flight: int = 0) -> Iterator[None]:
 
     For a process that holds no tensors in cycles.
     """
-    before = gc.get_threshold()
+    before, others_are_held = gc.get_threshold(), gc.get_freeze_count() > 0
     gc.collect()
     gc.freeze()
     gc.set_threshold(max(NEW_OBJECTS, OBJECTS_PER_ROLLOUT * in_flight))
@@ -33,7 +33,8 @@ def hold_old_objects(in_flight: int = 0) -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(*before)
-        gc.unfreeze()
+        if not others_are_held:  # there is no letting go of ours alone
+            gc.unfreeze()
 
 
 def import_large(name: str) -> None:
