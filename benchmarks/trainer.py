@@ -81,13 +81,13 @@ TRL_TUNED = {
     "small-bfloat16-natural": replace(_KEEPS, micro_batch=16, attention="eager"),
     "small-float32-long": replace(_KEEPS, micro_batch=1),
     "small-bfloat16-long": replace(_KEEPS, micro_batch=1),
-    "smollm2-float32-natural": replace(_KEEPS, micro_batch=4),
+    "smollm2-float32-natural": replace(_KEEPS, micro_batch=2),
     "smollm2-bfloat16-natural": replace(_KEEPS, micro_batch=4, attention="eager"),
     "smollm2-float32-long": replace(_KEEPS, micro_batch=1),
     "smollm2-bfloat16-long": replace(_KEEPS, micro_batch=1),
 }
-"""The best of `--sweep` for `small` with natural lengths and for `smollm2-bfloat16-natural`; the others of `smollm2`
-were not swept. Long rows get a batch of one, of which each sample is still as long as the longest of its step."""
+"""The best of `--sweep` for natural lengths. Long rows were not swept: they get a batch of one, of which each sample is
+still as long as the longest of its step."""
 
 
 @dataclass(frozen=True)
