@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from tailrace.gateway.dialects.fields import (
     UNMODIFIED,
+    Neutral,
     arguments_of,
     function_of,
     number,
@@ -48,43 +49,24 @@ _WITHOUT_EFFECT = frozenset(
 )
 _MESSAGE_WITHOUT_EFFECT = frozenset({"provider_specific_fields", "annotations", "thinking_blocks", "cache_control"})
 """Of messages: what clients of many providers hand back, and nothing that the policy reads."""
-_NEUTRAL: Mapping[str, tuple[Json, ...]] = {
-    "n": (1,),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
-    "logit_bias": ({},),
-    "top_logprobs": (0,),
-    "min_p": (0,),
-    "parallel_tool_calls": (True,),
-    "modalities": (["text"],),
-    "functions": ([],),
-    "function_call": ("none",),
-    "audio": (),
-    "prediction": (),
-    "web_search_options": (),
-    "reasoning_effort": (),
-    "verbosity": (),
-    "moderation": (),
-}
-_REASONS = {
-    "n": "a request is one turn; ask again for another one",
-    "frequency_penalty": UNMODIFIED,
-    "presence_penalty": UNMODIFIED,
-    "repetition_penalty": UNMODIFIED,
-    "logit_bias": UNMODIFIED,
-    "min_p": UNMODIFIED,
-    "top_logprobs": "engines tell the log-probability of the sampled token alone",
-    "parallel_tool_calls": "calls are not guided: a reply may have several calls",
-    "modalities": "the policy writes text only",
-    "audio": "the policy writes text only",
-    "functions": "offer them as tools",
-    "function_call": "offer functions as tools",
-    "prediction": "replies are sampled, never predicted",
-    "web_search_options": "offer a tool of your own",
-    "reasoning_effort": "how long the policy thinks is what it learns; set max_tokens",
-    "verbosity": "how much the policy says is what it learns; set max_tokens",
-    "moderation": "nothing here moderates",
+_NEUTRAL: Neutral = {
+    "n": ((1,), "a request is one turn; ask again for another one"),
+    "frequency_penalty": ((0,), UNMODIFIED),
+    "presence_penalty": ((0,), UNMODIFIED),
+    "repetition_penalty": ((1,), UNMODIFIED),
+    "logit_bias": (({},), UNMODIFIED),
+    "top_logprobs": ((0,), "engines tell the log-probability of the sampled token alone"),
+    "min_p": ((0,), UNMODIFIED),
+    "parallel_tool_calls": ((True,), "calls are not guided: a reply may have several calls"),
+    "modalities": ((["text"],), "the policy writes text only"),
+    "functions": (([],), "offer them as tools"),
+    "function_call": (("none",), "offer functions as tools"),
+    "audio": ((), "the policy writes text only"),
+    "prediction": ((), "replies are sampled, never predicted"),
+    "web_search_options": ((), "offer a tool of your own"),
+    "reasoning_effort": ((), "how long the policy thinks is what it learns; set max_tokens"),
+    "verbosity": ((), "how much the policy says is what it learns; set max_tokens"),
+    "moderation": ((), "nothing here moderates"),
 }
 _EMPTY: tuple[Json, ...] = (None, [], "", {})
 
@@ -96,7 +78,7 @@ class ChatCompletions(ChatDialect):
 
     @override
     def read(self, body: Mapping[str, Json]) -> ChatRequest:
-        require_known(body, read=_READ, neutral=_NEUTRAL, without_effect=_WITHOUT_EFFECT, reasons=_REASONS)
+        require_known(body, read=_READ, neutral=_NEUTRAL, without_effect=_WITHOUT_EFFECT)
         messages = [
             _message(one, f"messages[{place}]")
             for place, one in enumerate(of_type(body.get("messages"), list, "messages"))

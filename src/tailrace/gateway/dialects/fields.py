@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import msgspec
 
@@ -13,7 +13,10 @@ from tailrace.records import DEEPEST, Json, Message, ToolSpec, can_be_sent
 
 ValueT = TypeVar("ValueT")
 
-NO_REASONS: Mapping[str, str] = {}
+Neutral: TypeAlias = Mapping[str, tuple[Sequence[Json], str]]
+"""By a field's name: the values that change nothing, and why it can have no other."""
+LEAVE_IT_OUT = "leave it out"
+"""In place of a reason, where a field's name says enough."""
 UNMODIFIED = "tokens are trained on under the distribution that they were sampled from, so none may be changed"
 """The reason why penalties and the like cannot be had."""
 NO_PARAMETERS: dict[str, Json] = {"type": "object", "properties": {}}
@@ -23,18 +26,17 @@ def require_known(
     body: Mapping[str, Json],
     *,
     read: Collection[str],
-    neutral: Mapping[str, Sequence[Json]],
+    neutral: Neutral,
     without_effect: Collection[str] = (),
-    reasons: Mapping[str, str] = NO_REASONS,
     within: str = "",
 ) -> None:
     """Refuse, by name, fields that are none of these; `within` is the place of the object that has them.
 
-    `read` are understood. `neutral` ones may have a value that changes nothing (or be null), for others the `reasons`
-    say why they cannot be had. Those `without_effect` concern somebody else (accounting, caches).
+    `read` are understood. `neutral` ones may have a value that changes nothing (or be null), and say why they can have
+    no other. Those `without_effect` concern somebody else (accounting, caches).
 
-    >>> require_known({"n": 1}, read=(), neutral={"n": (1,)})
-    >>> require_known({"n": 2}, read=(), neutral={"n": (1,)}, reasons={"n": "ask twice"})
+    >>> require_known({"n": 1}, read=(), neutral={"n": ((1,), "ask twice")})
+    >>> require_known({"n": 2}, read=(), neutral={"n": ((1,), "ask twice")})
     Traceback (most recent call last):
         ...
     tailrace.gateway.dialects.protocol.RequestInvalid: n = 2 is not supported: ask twice
@@ -44,9 +46,9 @@ def require_known(
             continue
         place = f"{within}.{name}" if within else name
         if name not in neutral:
-            raise RequestInvalid(f"unknown field {place!r}: leave it out", parameter=place, code="unknown_parameter")
-        if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral[name]):
-            why = reasons.get(name, "leave it out")
+            raise RequestInvalid(f"unknown field {place!r}: {LEAVE_IT_OUT}", parameter=place, code="unknown_parameter")
+        values, why = neutral[name]
+        if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in values):
             message = f"{place} = {shown(value)} is not supported: {why}"
             raise RequestInvalid(message, parameter=place, code=UNSUPPORTED_VALUE)
 

@@ -11,6 +11,8 @@ from typing import Literal, TypeAlias
 
 from tailrace.gateway.dialects.anthropic_errors import THREAD
 from tailrace.gateway.dialects.fields import (
+    LEAVE_IT_OUT,
+    Neutral,
     arguments_of,
     function_of,
     number,
@@ -38,36 +40,24 @@ _READ = frozenset(
 )
 _WITHOUT_EFFECT = frozenset({"cache_control", "inference_geo", "metadata", "service_tier"})
 _UNGUIDED = "calls are not guided"
-_UNSHORTENED = "a conversation is never shortened here, since its tokens are trained on"
-_NEUTRAL: Mapping[str, tuple[Json, ...]] = {
-    "container": (),
-    "context_management": ({}, {"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),
-    "mcp_servers": ([],),
-    "speed": ("standard",),
-    THREAD: (),
+_NEUTRAL: Neutral = {
+    "container": ((), "nothing here runs code"),
+    "context_management": (
+        ({}, {"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),
+        "a conversation is never shortened here, since its tokens are trained on",
+    ),
+    "mcp_servers": (([],), "no tool is called here: clients call theirs"),
+    "speed": (("standard",), "there is one speed"),
+    THREAD: ((), "send the whole conversation"),
 }
-_REASONS = {
-    "container": "nothing here runs code",
-    "context_management": _UNSHORTENED,
-    "mcp_servers": "no tool is called here: clients call theirs",
-    "speed": "there is one speed",
-    THREAD: "send the whole conversation",
-}
-_TOOL_NEUTRAL: Mapping[str, tuple[Json, ...]] = {
-    "allowed_callers": (["direct"],),
-    "defer_loading": (False,),
-    "input_examples": ([],),
-    "strict": (False,),
-}
-_TOOL_REASONS = {
-    "allowed_callers": "only the policy calls tools",
-    "defer_loading": "tools are offered from the start",
-    "input_examples": "show them in the tool's description",
-    "strict": f"{_UNGUIDED}, so arguments may break the schema",
+_TOOL_NEUTRAL: Neutral = {
+    "allowed_callers": ((["direct"],), "only the policy calls tools"),
+    "defer_loading": ((False,), "tools are offered from the start"),
+    "input_examples": (([],), "show them in the tool's description"),
+    "strict": ((False,), f"{_UNGUIDED}, so arguments may break the schema"),
 }
 _CHOICES: Mapping[str, Kind] = {"auto": "auto", "none": "none", "any": "forced", "tool": "forced"}
-_CHOICE_NEUTRAL: Mapping[str, tuple[Json, ...]] = {"disable_parallel_tool_use": (False,)}
-_CHOICE_REASONS = {"disable_parallel_tool_use": f"{_UNGUIDED}: a reply may have several calls"}
+_CHOICE_NEUTRAL: Neutral = {"disable_parallel_tool_use": ((False,), f"{_UNGUIDED}: a reply may have several calls")}
 _LABELS = ("cache_control", "citations")
 _BETWEEN = "\n\n"
 """Blocks are paragraphs."""
@@ -87,7 +77,7 @@ class MessagesRequest(ChatRequest, frozen=True, kw_only=True):
 
 def read_request(body: Mapping[str, Json], *, counts: bool = False) -> MessagesRequest:
     """A request's body; one that only `counts` tokens has no `max_tokens`. Raises `RequestInvalid`."""
-    require_known(body, read=_READ, neutral=_NEUTRAL, without_effect=_WITHOUT_EFFECT, reasons=_REASONS)
+    require_known(body, read=_READ, neutral=_NEUTRAL, without_effect=_WITHOUT_EFFECT)
     output = optional(body, "output_config", dict) or {}
     require_known(
         output,
@@ -180,7 +170,7 @@ def _reply(blocks: Sequence[Block]) -> Message:
 
 
 def _add_call(message: Message, name: str, block: Mapping[str, Json]) -> None:
-    neutral: Mapping[str, tuple[Json, ...]] = {"caller": ({"type": "direct"},)}
+    neutral: Neutral = {"caller": (({"type": "direct"},), LEAVE_IT_OUT)}
     require_known(block, read=("type", "id", "name", "input"), neutral=neutral, without_effect=_LABELS, within=name)
     message.setdefault("tool_calls", []).append(
         {
@@ -246,7 +236,6 @@ def _tools(body: Mapping[str, Json]) -> list[ToolSpec]:
             read=("type", "name", "description", "input_schema"),
             neutral=_TOOL_NEUTRAL,
             without_effect=("cache_control", "eager_input_streaming"),
-            reasons=_TOOL_REASONS,
             within=name,
         )
         tools.append(function_of(tool, name, parameters="input_schema"))
@@ -261,5 +250,5 @@ def _choice(body: Mapping[str, Json]) -> tuple[Kind, str | None]:
     if not isinstance(kind, str) or kind not in _CHOICES:
         raise refused_choice(choice, "its type may be auto, none, any or tool")
     read = ("type", "name") if kind == "tool" else ("type",)
-    require_known(choice, read=read, neutral=_CHOICE_NEUTRAL, reasons=_CHOICE_REASONS, within="tool_choice")
+    require_known(choice, read=read, neutral=_CHOICE_NEUTRAL, within="tool_choice")
     return _CHOICES[kind], of_type(choice.get("name"), str, "tool_choice.name") if kind == "tool" else None

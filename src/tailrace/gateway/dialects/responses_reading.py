@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from typing import Literal, cast
 
 from tailrace.gateway.dialects.fields import (
+    LEAVE_IT_OUT,
+    Neutral,
     arguments_of,
     function_of,
     number,
@@ -41,44 +43,34 @@ _WITHOUT_EFFECT = frozenset(
         "client_metadata",  # Codex's own names of its turns
     }
 )
-_NEUTRAL: Mapping[str, tuple[Json, ...]] = {
-    "background": (False,),
-    "context_management": ([],),
-    "conversation": (),
-    "max_tool_calls": (),
-    "moderation": (),
-    "parallel_tool_calls": (True,),
-    "prompt": (),
-    "service_tier": ("auto", "default"),
-    "stream_options": ({}, {"include_obfuscation": False}),
-    "top_logprobs": (0,),
-    "truncation": ("disabled",),
+_UNSHORTENED = "a conversation is never shortened here, since its tokens are trained on"
+_NEUTRAL: Neutral = {
+    "background": ((False,), "an answer comes with its own request"),
+    "context_management": (([],), _UNSHORTENED),
+    "conversation": ((), "send the conversation itself, or previous_response_id"),
+    "max_tool_calls": ((), "no tool is called here: clients call theirs"),
+    "moderation": ((), "nothing here moderates"),
+    "parallel_tool_calls": ((True,), "calls are not guided: a reply may have several calls"),
+    "prompt": ((), "send instructions and input"),
+    "service_tier": (("auto", "default"), "there is one tier"),
+    "stream_options": (({}, {"include_obfuscation": False}), "events are not padded"),
+    "top_logprobs": ((0,), "log-probabilities are recorded, and not sent"),
+    "truncation": (("disabled",), _UNSHORTENED),
 }
-_REASONS = {
-    "background": "an answer comes with its own request",
-    "context_management": "a conversation is never shortened here, since its tokens are trained on",
-    "conversation": "send the conversation itself, or previous_response_id",
-    "max_tool_calls": "no tool is called here: clients call theirs",
-    "moderation": "nothing here moderates",
-    "parallel_tool_calls": "calls are not guided: a reply may have several calls",
-    "prompt": "send instructions and input",
-    "service_tier": "there is one tier",
-    "stream_options": "events are not padded",
-    "top_logprobs": "log-probabilities are recorded, and not sent",
-    "truncation": "a conversation is never shortened here, since its tokens are trained on",
+_TOOL_NEUTRAL: Neutral = {
+    "async": ((False,), LEAVE_IT_OUT),
+    "defer_loading": ((False,), LEAVE_IT_OUT),
+    "allowed_callers": ((["direct"],), LEAVE_IT_OUT),
+    "output_schema": ((), LEAVE_IT_OUT),
 }
-_TOOL_NEUTRAL: Mapping[str, tuple[Json, ...]] = {
-    "async": (False,),
-    "defer_loading": (False,),
-    "allowed_callers": (["direct"],),
-    "output_schema": (),
+_TEXT_NEUTRAL: Neutral = {
+    "verbosity": (("medium",), "how much the policy says is what it learns; set max_output_tokens"),
 }
-_TEXT_NEUTRAL: Mapping[str, tuple[Json, ...]] = {"verbosity": ("medium",)}
-_TEXT_REASONS = {"verbosity": "how much the policy says is what it learns; set max_output_tokens"}
-_REASONING_NEUTRAL: Mapping[str, tuple[Json, ...]] = {"effort": ()}
-_REASONING_REASONS = {"effort": "how long the policy thinks is what it learns; set max_output_tokens"}
+_REASONING_NEUTRAL: Neutral = {
+    "effort": ((), "how long the policy thinks is what it learns; set max_output_tokens"),
+}
 _ITEM = ("type", "id", "status")
-_DIRECT: Mapping[str, tuple[Json, ...]] = {"caller": ({"type": "direct"},), "namespace": ()}
+_DIRECT: Neutral = {"caller": (({"type": "direct"},), LEAVE_IT_OUT), "namespace": ((), LEAVE_IT_OUT)}
 _ENCRYPTED = "reasoning.encrypted_content"
 
 ID_PREFIX = "resp_"
@@ -98,9 +90,9 @@ class ResponsesRequest(ChatRequest, frozen=True, kw_only=True):
 
 def read_request(body: Mapping[str, Json]) -> ResponsesRequest:
     """A request's body. Raises `RequestInvalid`."""
-    require_known(body, read=_READ, neutral=_NEUTRAL, without_effect=_WITHOUT_EFFECT, reasons=_REASONS)
+    require_known(body, read=_READ, neutral=_NEUTRAL, without_effect=_WITHOUT_EFFECT)
     text = optional(body, "text", dict) or {}
-    require_known(text, read=("format",), neutral=_TEXT_NEUTRAL, reasons=_TEXT_REASONS, within="text")
+    require_known(text, read=("format",), neutral=_TEXT_NEUTRAL, within="text")
     instructions, given = optional(body, "instructions", str), _input(body.get("input"))
     require_messages(given, "input")
     own: list[Message] = [] if instructions is None else [{"role": "system", "content": instructions}]
@@ -262,7 +254,7 @@ def _summary(body: Mapping[str, Json]) -> Summary | None:
     """Which summary of the reasoning is asked for: all of it is sent as one."""
     reasoning = optional(body, "reasoning", dict) or {}
     known = ("summary", "generate_summary")
-    require_known(reasoning, read=known, neutral=_REASONING_NEUTRAL, reasons=_REASONING_REASONS, within="reasoning")
+    require_known(reasoning, read=known, neutral=_REASONING_NEUTRAL, within="reasoning")
     summary = reasoning.get("summary") or reasoning.get("generate_summary")
     if summary not in (None, "auto", "detailed"):
         why = "nothing here shortens what the policy thinks; it may be auto or detailed"

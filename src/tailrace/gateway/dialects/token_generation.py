@@ -15,7 +15,9 @@ import numpy as np
 from typing_extensions import override
 
 from tailrace.gateway.dialects.fields import (
+    LEAVE_IT_OUT,
     UNMODIFIED,
+    Neutral,
     number,
     of_type,
     optional,
@@ -32,20 +34,14 @@ from tailrace.records import Int32Array, Json
 
 _READ = frozenset({"request_id", "token_ids", "sampling_params", "model", "stream", "stream_options"})
 _WITHOUT_EFFECT = frozenset({"cache_salt", "token_offsets", "reasoning_ended", "reasoning_parser_kwargs"})
-_NEUTRAL: Mapping[str, tuple[Json, ...]] = {
-    "priority": (0,),
-    "output_mode": ("tokens",),
-    "return_token_ids": (False,),
-    "features": (),
-    "content_parts": ([],),
-    "kv_transfer_params": (),
-    "ec_transfer_params": (),
-}
-_REASONS = {
-    "priority": "the run's scheduler orders requests",
-    "output_mode": "tokens come as ids alone",
-    "features": "the policy reads text only",
-    "content_parts": "the policy reads text only",
+_NEUTRAL: Neutral = {
+    "priority": ((0,), "the run's scheduler orders requests"),
+    "output_mode": (("tokens",), "tokens come as ids alone"),
+    "return_token_ids": ((False,), LEAVE_IT_OUT),
+    "features": ((), "the policy reads text only"),
+    "content_parts": (([],), "the policy reads text only"),
+    "kv_transfer_params": ((), LEAVE_IT_OUT),
+    "ec_transfer_params": ((), LEAVE_IT_OUT),
 }
 _SAMPLING_READ = frozenset({"max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "stop_token_ids"})
 _SAMPLING_WITHOUT_EFFECT = frozenset(
@@ -54,33 +50,24 @@ _SAMPLING_WITHOUT_EFFECT = frozenset(
         *("include_stop_str_in_output", "return_token_ids", "routed_experts_prompt_start"),
     }
 )
-_SAMPLING_NEUTRAL: Mapping[str, tuple[Json, ...]] = {
-    "n": (1,),
-    "best_of": (1,),
-    "logprobs": (0, 1),
-    "prompt_logprobs": (),
-    "min_p": (0,),
-    "min_tokens": (0,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "ignore_eos": (False,),
-    "bad_words": ([],),
-    "logit_bias": ({},),
-    "allowed_token_ids": (),
-    "structured_outputs": (),
-    "guided_decoding": (),
-    "truncate_prompt_tokens": (),
-    "extra_args": ({},),
-}
-_SAMPLING_REASONS = {
-    "n": "a request is one turn; ask again for another one",
-    "logprobs": "engines tell the log-probability of the sampled token alone",
-    "structured_outputs": "answers of a schema are chat's",
-    **dict.fromkeys(
-        ("min_p", "min_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"),
-        UNMODIFIED,
-    ),
+_SAMPLING_NEUTRAL: Neutral = {
+    "n": ((1,), "a request is one turn; ask again for another one"),
+    "best_of": ((1,), LEAVE_IT_OUT),
+    "logprobs": ((0, 1), "engines tell the log-probability of the sampled token alone"),
+    "prompt_logprobs": ((), LEAVE_IT_OUT),
+    "min_p": ((0,), UNMODIFIED),
+    "min_tokens": ((0,), UNMODIFIED),
+    "presence_penalty": ((0,), UNMODIFIED),
+    "frequency_penalty": ((0,), UNMODIFIED),
+    "repetition_penalty": ((1,), UNMODIFIED),
+    "ignore_eos": ((False,), LEAVE_IT_OUT),
+    "bad_words": (([],), LEAVE_IT_OUT),
+    "logit_bias": (({},), UNMODIFIED),
+    "allowed_token_ids": ((), LEAVE_IT_OUT),
+    "structured_outputs": ((), "answers of a schema are chat's"),
+    "guided_decoding": ((), LEAVE_IT_OUT),
+    "truncate_prompt_tokens": ((), LEAVE_IT_OUT),
+    "extra_args": (({},), LEAVE_IT_OUT),
 }
 
 
@@ -109,15 +96,9 @@ class TokenGeneration(Dialect[TokenRequest]):
 
     @override
     def read(self, body: Mapping[str, Json]) -> TokenRequest:
-        require_known(body, read=_READ, neutral=_NEUTRAL, without_effect=_WITHOUT_EFFECT, reasons=_REASONS)
+        require_known(body, read=_READ, neutral=_NEUTRAL, without_effect=_WITHOUT_EFFECT)
         sampling = of_type(body.get("sampling_params") or {}, dict, "sampling_params")
-        require_known(
-            sampling,
-            read=_SAMPLING_READ,
-            neutral=_SAMPLING_NEUTRAL,
-            without_effect=_SAMPLING_WITHOUT_EFFECT,
-            reasons=_SAMPLING_REASONS,
-        )
+        require_known(sampling, read=_SAMPLING_READ, neutral=_SAMPLING_NEUTRAL, without_effect=_SAMPLING_WITHOUT_EFFECT)
         ends = sampling.get("stop_token_ids")
         return TokenRequest(
             request_id=optional(body, "request_id", str),
