@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Coroutine
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias, TypeVar
+from typing import Annotated, Any, TypeAlias, TypeVar
 
 import tyro
 from rich.console import Console
@@ -17,36 +17,13 @@ ResultT = TypeVar("ResultT")
 TABLE_WIDTH = 100
 """Columns that a table of figures needs, wherever it is printed."""
 
+# What several commands take alike.
 Recipe: TypeAlias = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RECIPE")]
-EnvironmentName: TypeAlias = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="ENV")]
-Folder: TypeAlias = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
 Name: TypeAlias = Annotated[str | None, tyro.conf.arg(metavar="NAME")]
-Limit: TypeAlias = Annotated[int | None, tyro.conf.arg(metavar="TASKS")]
-Model: TypeAlias = Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
-JoinedRun: TypeAlias = Annotated[str | None, tyro.conf.arg(metavar="RUN")]
-GeneratorName: TypeAlias = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="GENERATOR")]
-Address: TypeAlias = Annotated[str | None, tyro.conf.arg(metavar="ADDRESS")]
-HttpAddress: TypeAlias = Annotated[str | None, tyro.conf.arg(metavar="HOST:PORT")]
 KeyFile: TypeAlias = Annotated[Path | None, tyro.conf.arg(metavar="FILE")]
 RunName: TypeAlias = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-RedisUrl: TypeAlias = Annotated[str, tyro.conf.arg(metavar="URL")]
-Runs: TypeAlias = Annotated[Path, tyro.conf.arg(metavar="FOLDER")]
-NewFile: TypeAlias = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FILE")]
 PerNode: TypeAlias = Annotated[int, tyro.conf.arg(metavar="COUNT")]
-Image: TypeAlias = Annotated[str | None, tyro.conf.arg(metavar="IMAGE")]
-Claim: TypeAlias = Annotated[str | None, tyro.conf.arg(metavar="NAME")]
 Quantity: TypeAlias = Annotated[str | None, tyro.conf.arg(metavar="SIZE")]
-SharedFolder: TypeAlias = Annotated[str | None, tyro.conf.arg(metavar="FOLDER")]
-Lines: TypeAlias = Annotated[tuple[str, ...], tyro.conf.arg(metavar="LINE"), tyro.conf.UseAppendAction]
-Options: TypeAlias = Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME=VALUE"), tyro.conf.UseAppendAction]
-Plan: TypeAlias = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PLAN")]
-Sweep: TypeAlias = Annotated[str | None, tyro.conf.arg(metavar="KEY=VALUES")]
-Capture: TypeAlias = Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="CAPTURE")]
-Shape: TypeAlias = Annotated[str | None, tyro.conf.arg(metavar="64x20")]
-Size: TypeAlias = Annotated[str, tyro.conf.arg(metavar="SIZE")]
-Phase: TypeAlias = Annotated[str | None, tyro.conf.arg(metavar="PHASE")]
-Steps: TypeAlias = Annotated[int | None, tyro.conf.arg(metavar="STEPS")]
-ExportTokens: TypeAlias = Annotated[Literal["parquet", "jsonl"] | None, tyro.conf.arg(metavar="parquet|jsonl")]
 Save: TypeAlias = Annotated[Path | None, tyro.conf.arg(metavar="FILE")]
 
 

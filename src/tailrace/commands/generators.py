@@ -4,22 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
-from tailrace.commands.arguments import (
-    Address,
-    GeneratorName,
-    HttpAddress,
-    JoinedRun,
-    KeyFile,
-    Model,
-    NewFile,
-    RedisUrl,
-    RunName,
-    Runs,
-    refuse,
-    run_to_end,
-    show,
-)
+import tyro
+
+from tailrace.commands.arguments import KeyFile, RunName, refuse, run_to_end, show
 from tailrace.errors import SettingsError
 
 
@@ -27,16 +16,16 @@ from tailrace.errors import SettingsError
 class Serve:
     """Generate for runs elsewhere (--generator.connect), or join one. Any --model.* or --generator.* can follow."""
 
-    model: Model = None
+    model: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")] = None
     """Hugging Face id, local folder, .gguf file, or bundled:quickstart. With --join, unset: the run's."""
-    join: JoinedRun = None
+    join: Annotated[str | None, tyro.conf.arg(metavar="RUN")] = None
     """Join a run that goes on: its folder or name, or, on another host, its generator.join_address (with --key)."""
-    address: Address = None
+    address: Annotated[str | None, tyro.conf.arg(metavar="ADDRESS")] = None
     """Where to listen (tcp://127.0.0.1:5757; with --join, unset: where the run on this host finds it). One that other
     machines can reach needs --key."""
     key: KeyFile = None
     """Key file, which clients must have as well; it is written where there is none. With --join: the run's."""
-    http: HttpAddress = None
+    http: Annotated[str | None, tyro.conf.arg(metavar="HOST:PORT")] = None
     """Answer HTTP clients there too (127.0.0.1:8000), as docs/gateway.md says. Any --gateway.* setting can follow."""
     http_key: KeyFile = None
     """File with the key that HTTP clients send; it is written where there is none. Unset: a new key is printed."""
@@ -70,7 +59,7 @@ class Leave:
 
     run: RunName
     """The run's folder or name, or its generator.join_address (with --key)."""
-    generator: GeneratorName
+    generator: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="GENERATOR")]
     """As metrics and logs call it: generator-2."""
     key: KeyFile = None
     """The run's key file, for an address."""
@@ -91,9 +80,9 @@ class Join:
 
     name: RunName
     """Name of the run, which may start later."""
-    redis: RedisUrl
+    redis: Annotated[str, tyro.conf.arg(metavar="URL")]
     """redis://HOST:PORT/0, or rediss://; its password may stand in TAILRACE_REDIS_PASSWORD."""
-    runs: Runs = Path("runs")
+    runs: Annotated[Path, tyro.conf.arg(metavar="FOLDER")] = Path("runs")
     """The folder of runs, as this machine sees it."""
     prefix: str = "tailrace"
     """As transport.redis.prefix of the run."""
@@ -110,7 +99,7 @@ class Join:
 class Key:
     """Write a key file for generators elsewhere, which they (`tailrace serve --key`) and their runs have alike."""
 
-    file: NewFile
+    file: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FILE")]
     """Where it goes; nothing may be there."""
 
     def __call__(self, overrides: list[str]) -> int:

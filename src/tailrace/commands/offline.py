@@ -12,20 +12,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from tailrace.commands.arguments import (
-    TABLE_WIDTH,
-    Capture,
-    KeyFile,
-    Phase,
-    Plan,
-    Save,
-    Shape,
-    Size,
-    Sweep,
-    refuse,
-    run_to_end,
-    show,
-)
+from tailrace.commands.arguments import TABLE_WIDTH, KeyFile, Save, refuse, run_to_end, show
 from tailrace.errors import SettingsError
 from tailrace.extras import extra_needed
 from tailrace.user_code import modules_in
@@ -35,9 +22,9 @@ from tailrace.user_code import modules_in
 class Simulate:
     """Ask what a cluster will do with a load, per policy. Any setting of the plan can follow as --section.key VALUE."""
 
-    plan: Plan
+    plan: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PLAN")]
     """A packaged plan (long-tail, stragglers), or a .toml file. Takes a minute or two."""
-    sweep: Sweep = None
+    sweep: Annotated[str | None, tyro.conf.arg(metavar="KEY=VALUES")] = None
     """Run it once for each value of a setting: max_staleness=0,1,2,4,8, engines.slots=32,64, ..."""
     png: Save = None
     """Draw the timelines into this file."""
@@ -76,13 +63,13 @@ class Simulate:
 class Replay:
     """Run a captured step's pipeline again, offline, and measure what each phase costs and does to the event loop."""
 
-    capture: Capture = None
+    capture: Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="CAPTURE")] = None
     """A run's folder with a capture in it (`tailrace train RECIPE --capture 2`); or none, with --synthetic."""
-    synthetic: Shape = None
+    synthetic: Annotated[str | None, tyro.conf.arg(metavar="64x20")] = None
     """Made-up groups instead: rollouts x turns, of 2,032 tokens a turn."""
-    routed_experts: Size = "0"
+    routed_experts: Annotated[str, tyro.conf.arg(metavar="SIZE")] = "0"
     """Bytes of routed experts of the made-up groups."""
-    phase: Phase = None
+    phase: Annotated[str | None, tyro.conf.arg(metavar="PHASE")] = None
     """Only this one, after those before it."""
     traffic: int = 0
     """Tasks of synthetic traffic on the event loop beside it."""

@@ -5,18 +5,14 @@ from __future__ import annotations
 import json
 import shlex
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import tyro
 
 from tailrace.commands.arguments import (
-    EnvironmentName,
-    ExportTokens,
-    Limit,
     Name,
     Recipe,
     Save,
-    Steps,
     run_to_end,
     show,
     show_error,
@@ -40,9 +36,9 @@ class Train:
     """With --resume: go on with settings that differ from the run's own, which are kept."""
     dry_run: bool = False
     """Only show the resolved settings and what they come to, memory included."""
-    capture: Steps = None
+    capture: Annotated[int | None, tyro.conf.arg(metavar="STEPS")] = None
     """Write what enters the pipeline in the first so many steps, for `tailrace replay`."""
-    export_tokens: ExportTokens = None
+    export_tokens: Annotated[Literal["parquet", "jsonl"] | None, tyro.conf.arg(metavar="parquet|jsonl")] = None
     """Write every trained token of every step to the run's folder, as parquet or jsonl."""
 
     def __call__(self, overrides: list[str]) -> int:
@@ -89,7 +85,7 @@ class Evaluate:
 
     recipe: Recipe
     """A packaged recipe (`tailrace recipes`), or a .toml file; --model.name names the model to measure."""
-    limit: Limit = None
+    limit: Annotated[int | None, tyro.conf.arg(metavar="TASKS")] = None
     """Only the first so many held-out tasks of each environment."""
     save: Save = None
     """Append the rollouts, readable, to this .jsonl file."""
@@ -135,7 +131,7 @@ class Evaluate:
 class Try:
     """Play an environment without training, and tell what is wrong. Any setting can follow as --section.key VALUE."""
 
-    environment: EnvironmentName
+    environment: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="ENV")]
     """A built-in environment, your own as `module:attribute`, or a recipe or .toml file for all of its own."""
     recipe: Annotated[str, tyro.conf.arg(metavar="RECIPE")] = "quickstart"
     """Whose model and limits to take."""
