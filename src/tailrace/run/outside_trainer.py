@@ -120,14 +120,6 @@ class OutsideTrainer(RunTrainer):
     # --- what its owner learns from the event log --------------------------------------------------------------------
 
     @override
-    def started(self, step: int) -> None:
-        """It said so itself."""
-
-    @override
-    def step_ended(self, step: int, version: int) -> None:
-        """It numbers its versions itself."""
-
-    @override
     def saved(self, step: int) -> None:
         self._saved_step = max(step, self._saved_step)
 
@@ -140,10 +132,6 @@ class OutsideTrainer(RunTrainer):
         return states.read_newest(step)
 
     @override
-    def published(self) -> None:
-        """The store keeps what is read, and the newest."""
-
-    @override
     def let_end(self, status: RunStatus = RunStatus.FINISHED) -> None:
         """It ends by itself."""
         self._asked = max(self._asked, status, key=_WORSE.index)
@@ -154,14 +142,6 @@ class OutsideTrainer(RunTrainer):
     @override
     async def end_feed(self) -> None:
         await self.samples.close(self._why_closed)
-
-    @override
-    async def leave(self) -> None:
-        """Nobody here started it, and nobody waits for it."""
-
-    @override
-    async def kill(self) -> None:
-        """Its processes are none of ours; the stream's end is all that reaches them."""
 
     @override
     async def close(self) -> None:

@@ -71,12 +71,10 @@ class RunTrainer(ABC):
         """Wait until there is no trainer any more, and none will come; why."""
         return await asyncio.shield(self._gone)
 
-    @abstractmethod
-    def started(self, step: int) -> None:
+    def started(self, step: int) -> None:  # noqa: B027 - one that is not ours said so itself
         """A life of the trainer holds the weights of this step."""
 
-    @abstractmethod
-    def step_ended(self, step: int, version: int) -> None:
+    def step_ended(self, step: int, version: int) -> None:  # noqa: B027 - one that is not ours numbers its versions
         """After this step the policy has this version, for the first time: later lives number it alike."""
 
     @abstractmethod
@@ -91,8 +89,7 @@ class RunTrainer(ABC):
         """The scheduler's, where the trainer goes on after `step`. Raises `CheckpointError`."""
         return states.read(step)
 
-    @abstractmethod
-    def published(self) -> None:
+    def published(self) -> None:  # noqa: B027 - of one that is not ours, the store keeps the newest
         """The newest weights are those of the life that trains: nobody needs those of earlier ones."""
 
     @abstractmethod
@@ -106,12 +103,10 @@ class RunTrainer(ABC):
     async def end_feed(self) -> None:
         """Hand over nothing more: whoever waits for it learns so. Twice does nothing."""
 
-    @abstractmethod
-    async def leave(self) -> None:
+    async def leave(self) -> None:  # noqa: B027 - nobody here waits for one that is not ours
         """The event log has ended, and the trainer leaves by itself."""
 
-    @abstractmethod
-    async def kill(self) -> None:
+    async def kill(self) -> None:  # noqa: B027 - of one that is not ours, nobody here holds a process
         """End every rank at once. Raises `LifecycleError` where the system holds one."""
 
     @abstractmethod
