@@ -13,8 +13,12 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
+from typing import ParamSpec, TypeVar
 
 from tailrace.errors import CorruptData, TailraceError
+
+ParamT = ParamSpec("ParamT")
+ResultT = TypeVar("ResultT")
 
 
 class guarded:
@@ -42,6 +46,18 @@ class guarded:
     ) -> None:
         if isinstance(cause, Exception) and not isinstance(cause, TailraceError):
             raise self._error(f"{self._what}: {str(cause) or type(cause).__name__}") from cause
+
+
+def decoded(read: Callable[ParamT, ResultT], *args: ParamT.args, **kwargs: ParamT.kwargs) -> ResultT | None:
+    """What a parser makes of bytes; None of such as it cannot take apart, or a file that it cannot read.
+
+    >>> decoded(int, "12"), decoded(int, "many")
+    (12, None)
+    """
+    try:
+        return read(*args, **kwargs)
+    except Exception:  # noqa: BLE001 - of any kind, as above
+        return None
 
 
 def read_at_most(path: Path, num_bytes: int) -> bytes:

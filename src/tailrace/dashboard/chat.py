@@ -10,7 +10,7 @@ import httpx
 import msgspec
 
 from tailrace.errors import DataError, SettingsError, TransportError
-from tailrace.guards import guarded, read_at_most
+from tailrace.guards import decoded, guarded, read_at_most
 from tailrace.records import Json
 from tailrace.transport.keys import read_http_key
 
@@ -45,13 +45,10 @@ class _Gateway(msgspec.Struct):
 def running_policy(run_folder: Path) -> ChatPlace | None:
     """Where the policy of a run answers while it goes on; None where it has no gateway, or that tells no key."""
     path = run_folder / "gateway.json"
-    try:
-        with guarded(f"{path} tells of no gateway", DataError):
-            found = msgspec.json.decode(read_at_most(path, 1 << 16), type=_Gateway)
-    except DataError:
+    found = decoded(lambda: msgspec.json.decode(read_at_most(path, 1 << 16), type=_Gateway))
+    if found is None or not found.policy_key or not found.url.startswith(("http://", "https://")):
         return None
-    is_usable = found.policy_key and found.url.startswith(("http://", "https://"))
-    return ChatPlace(found.url, found.policy_key) if is_usable else None
+    return ChatPlace(found.url, found.policy_key)
 
 
 class Message(msgspec.Struct, frozen=True):

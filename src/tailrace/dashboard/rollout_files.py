@@ -21,7 +21,7 @@ import msgspec
 
 from tailrace.dashboard.tailing import Tail
 from tailrace.errors import DataError
-from tailrace.guards import guarded
+from tailrace.guards import decoded, guarded
 from tailrace.records import Json, Outcome
 from tailrace.reporting.rollout_records import VersionRange
 from tailrace.reporting.sinks import evaluation_path, rollouts_path
@@ -312,11 +312,7 @@ _ROW = msgspec.json.Decoder(RolloutRow)
 
 
 def _row(line: bytes) -> RolloutRow | None:
-    try:
-        with guarded("a line is no rollout's record", DataError):
-            return _ROW.decode(line)
-    except DataError:
-        return None
+    return decoded(_ROW.decode, line)
 
 
 def shortened(value: Json, depth: int = 0) -> Json:

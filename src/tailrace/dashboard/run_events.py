@@ -9,6 +9,7 @@ import msgspec
 
 from tailrace.dashboard.names import as_text
 from tailrace.dashboard.tailing import Tail, last_lines
+from tailrace.guards import decoded
 
 _LOG_BYTES = 1 << 18
 _MOST_EVENTS = 400
@@ -43,6 +44,9 @@ class _Event(msgspec.Struct, frozen=True):
     path: str = ""
 
 
+_EVENT = msgspec.json.Decoder(_Event)
+
+
 class EventList:
     """One run's, in order; the newest 400 of each source."""
 
@@ -56,18 +60,11 @@ class EventList:
         if self._tail.start_over_if_replaced():
             self._events = []
         for line in self._tail.lines():
-            event = _event(line)
+            event = decoded(_EVENT.decode, line)
             if event is not None and event.type in _SHOWN:
                 self._events.append(_as_run_event(event))
         del self._events[:-_MOST_EVENTS]
         return self._events + _warnings(self._folder / "logs")
-
-
-def _event(line: bytes) -> _Event | None:
-    try:
-        return msgspec.json.decode(line, type=_Event)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return None
 
 
 def _as_run_event(event: _Event) -> RunEvent:

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tailrace.dashboard.tailing import Tail
+from tailrace.guards import decoded
 from tailrace.tracing.traces import TRACE_FILE
 
 Spans: TypeAlias = NDArray[np.int64]
@@ -126,9 +127,8 @@ class TraceSpans:
         return None
 
     def _add(self, line: bytes) -> None:
-        try:
-            event = _DECODER.decode(line.removesuffix(b","))
-        except (msgspec.MsgspecError, UnicodeDecodeError):
+        event = decoded(_DECODER.decode, line.removesuffix(b","))
+        if event is None:
             return
         if event.ph == "X":
             self._add_span(event)

@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 
 from tailrace.errors import DataError
-from tailrace.guards import guarded
+from tailrace.guards import decoded
 from tailrace.records import Json
 from tailrace.reporting.rollout_records import (
     RolloutEntry,
@@ -188,11 +188,7 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Json]]:
 
 def decode_object(line: bytes) -> dict[str, Json] | None:
     """The object of such a line; None for one that was cut short, or is none."""
-    try:
-        with guarded("a line was cut short", DataError):
-            return _OBJECT.decode(line)
-    except DataError:
-        return None
+    return decoded(_OBJECT.decode, line)
 
 
 def steps_of_rollouts(folder: Path) -> list[int]:

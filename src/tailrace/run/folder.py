@@ -28,7 +28,7 @@ from tailrace.config import (
     settings_as_toml,
 )
 from tailrace.errors import DataError, SettingsError
-from tailrace.guards import guarded
+from tailrace.guards import decoded
 from tailrace.output_files import part_of, replace_durably, replacing_durably
 from tailrace.reporting.sinks import step_of_path
 from tailrace.reporting.tokens.files import files_in
@@ -336,8 +336,4 @@ def _append(path: Path, lines: Iterable[bytes]) -> None:
 
 def _step_of(line: bytes) -> int:
     """0 for a line that a crash cut short."""
-    try:
-        with guarded("a line was cut short", DataError):
-            return msgspec.json.decode(line, type=_MetricsLine).step
-    except DataError:
-        return 0
+    return decoded(lambda: msgspec.json.decode(line, type=_MetricsLine).step) or 0

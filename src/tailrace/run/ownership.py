@@ -29,7 +29,7 @@ from pathlib import Path
 import msgspec
 
 from tailrace.errors import DataError
-from tailrace.guards import guarded
+from tailrace.guards import decoded
 
 OWNER_FILE = "owner.json"
 RENEWED_EVERY_S = 20.0
@@ -241,11 +241,7 @@ def _in_use(path: Path, owner: Owner | None, what_to_do: str) -> DataError:
 def _owner(file: int) -> Owner | None:
     """Who stands in the file; None in one that is new, or was cut short. Raises `OSError`."""
     content = os.pread(file, 4096, 0)
-    try:
-        with guarded("it was cut short", DataError):
-            return msgspec.json.decode(content, type=Owner)
-    except DataError:
-        return None
+    return decoded(lambda: msgspec.json.decode(content, type=Owner))
 
 
 def _is_at(file: int, path: Path) -> bool:

@@ -23,7 +23,7 @@ from tailrace.dashboard.others.verifiers_lines import placed_of_line
 from tailrace.dashboard.rollout_files import Kind
 from tailrace.dashboard.tailing import Tail
 from tailrace.errors import DataError
-from tailrace.guards import guarded, read_at_most
+from tailrace.guards import decoded, read_at_most
 from tailrace.reporting.rollout_records import encode_line
 from tailrace.reporting.run_folder import METRICS_FILE, ROLLOUTS_FOLDER
 from tailrace.reporting.sinks import evaluation_path, rollouts_path
@@ -47,12 +47,7 @@ class About(msgspec.Struct, frozen=True):
 
 def about(folder: Path) -> About | None:
     """What a made folder says of itself; None for a run's own."""
-    path = folder / _ABOUT_FILE
-    try:
-        with guarded(f"{path} says nothing", DataError):
-            return msgspec.json.decode(path.read_bytes(), type=About)
-    except DataError:
-        return None
+    return decoded(lambda: msgspec.json.decode((folder / _ABOUT_FILE).read_bytes(), type=About))
 
 
 @dataclass(slots=True)
@@ -269,11 +264,7 @@ class _Metadata(msgspec.Struct):
 
 
 def _metadata(path: Path) -> _Metadata:
-    try:
-        with guarded(f"{path} is of another kind", DataError):
-            return msgspec.json.decode(read_at_most(path, 1 << 20), type=_Metadata)
-    except DataError:
-        return _Metadata()
+    return decoded(lambda: msgspec.json.decode(read_at_most(path, 1 << 20), type=_Metadata)) or _Metadata()
 
 
 def _write_whole(path: Path, data: bytes, *, changed_ns: int | None = None) -> None:

@@ -13,8 +13,7 @@ import time
 from typing import IO
 
 from tailrace.child_processes import describe_exit, kill_group
-from tailrace.errors import DataError
-from tailrace.guards import guarded
+from tailrace.guards import decoded
 from tailrace.reporting.trackers.messages import LATE, Begin, decode_report, frame
 
 _COMMAND = (sys.executable, "-m", "tailrace.reporting.trackers.worker")
@@ -106,10 +105,8 @@ class TrackerProcess:
             self._warn(f"its process ended{status}: nothing more is sent to it")
 
     def _take(self, line: bytes) -> None:
-        try:
-            with guarded("a tracker's answer", DataError):
-                report = decode_report(line)
-        except DataError:  # whatever its package wrote there
+        report = decoded(decode_report, line)
+        if report is None:  # whatever its package wrote there
             return
         self.failed = max(self.failed, report.failed)
         if report.is_over:
