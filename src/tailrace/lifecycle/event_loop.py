@@ -13,6 +13,8 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, ParamSpec, TypeVar
 
+from tailrace.cancelling import cancelled
+
 ParamT = ParamSpec("ParamT")
 ResultT = TypeVar("ResultT")
 
@@ -121,9 +123,7 @@ async def first_done(*work: Coroutine[Any, Any, ResultT]) -> ResultT:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         return next(task for task in tasks if task.done()).result()
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancelled(*tasks)
 
 
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tailrace.cancelling import cancelled
+
 _INTERVAL_S = 0.001
 _WORKS_EVERY_S = 0.05
 _WORK_ITEMS = 100
@@ -65,9 +67,7 @@ async def loop_traffic(count: int) -> AsyncIterator[None]:
     try:
         yield
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancelled(*tasks)
 
 
 async def _wake_and_work(offset_s: float) -> None:

@@ -6,6 +6,7 @@ import asyncio
 
 from typing_extensions import override
 
+from tailrace.cancelling import cancelled
 from tailrace.lifecycle.launchers import Launcher, RoleHandle
 from tailrace.lifecycle.roles import RoleSpec
 from tailrace.rollouts.agent_workers.hosting import HostClient, HostedProcess
@@ -66,6 +67,5 @@ class HostedPlace(WorkerPlace):
         client, self._client = self._client, None
         if client is not None:
             assert self._missing is not None
-            self._missing.cancel()
-            await asyncio.gather(self._missing, return_exceptions=True)
+            await cancelled(self._missing)
             await client.close()

@@ -20,6 +20,7 @@ from typing import NamedTuple, NoReturn, Protocol
 
 import numpy as np
 
+from tailrace.cancelling import cancelled
 from tailrace.config import RunSettings
 from tailrace.errors import ClusterFull, LifecycleError, ReplicaReleased, TailraceError
 from tailrace.generation.router.replica import Replica
@@ -247,10 +248,7 @@ class Generators:
 
     async def close(self) -> None:
         """End every generator in order. Closing twice does nothing."""
-        tasks = [*self._tasks]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancelled(*self._tasks)
         clients, self._clients = self._clients, {}
         self.router.on_change = lambda replica: None
         self.router.fail(LifecycleError("the run is over"))

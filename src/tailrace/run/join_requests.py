@@ -25,6 +25,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from tailrace.cancelling import cancelled
 from tailrace.config import RunSettings
 from tailrace.config.serving import ServeSettings
 from tailrace.errors import CorruptData, ModelError, SettingsError
@@ -275,8 +276,7 @@ class JoinListener:
 
     async def close(self) -> None:
         """Nobody may join any more."""
-        self._answering.cancel()
-        await asyncio.gather(self._answering, return_exceptions=True)
+        await cancelled(self._answering)
         self._listener.close()
 
 
@@ -364,7 +364,6 @@ class JoinClient:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self._gone.cancel()
-        await asyncio.gather(self._gone, return_exceptions=True)
+        await cancelled(self._gone)
         self._monitor.close()
         self._socket.close(linger=CLOSE_LINGER_MS)

@@ -10,6 +10,7 @@ from functools import partial
 
 from typing_extensions import override
 
+from tailrace.cancelling import cancelled
 from tailrace.errors import EngineFailed
 from tailrace.generation.engine_thread.generator import Generator
 from tailrace.generation.rpc.client import ReportListener
@@ -182,8 +183,7 @@ class GeneratorHere(ReplicaConnection):
     async def leave(self) -> None:
         self.fail(EngineFailed("the client is closed"))
         if self._watching is not None:
-            self._watching.cancel()
-            await asyncio.gather(self._watching, return_exceptions=True)
+            await cancelled(self._watching)
 
     async def _watch(self) -> None:
         """Waits for the engine to fail, which may be idle."""

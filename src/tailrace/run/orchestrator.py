@@ -19,6 +19,7 @@ from typing import Any
 
 from typing_extensions import override
 
+from tailrace.cancelling import cancelled
 from tailrace.errors import (
     CheckpointError,
     EngineFailed,
@@ -438,7 +439,7 @@ class Orchestrator(WeightListener, ReplicaListener):
             if self._scheduling is not None:
                 await asyncio.wait({self._scheduling})
         finally:
-            await _cancelled(*tasks)
+            await cancelled(*tasks)
 
     # --- generators ----------------------------------------------------------------------------------------------
 
@@ -471,13 +472,6 @@ class Orchestrator(WeightListener, ReplicaListener):
 def _without_record(gone: TailraceError) -> str:
     """Why there is no trainer, where it is not that it left."""
     return "the trainer left without its terminal record" if isinstance(gone, LifecycleError) else str(gone)
-
-
-async def _cancelled(*tasks: asyncio.Task[Any]) -> None:
-    """Cancel, and wait until all have ended."""
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def root_cause(error: BaseException) -> BaseException:

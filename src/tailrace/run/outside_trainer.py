@@ -21,6 +21,7 @@ from typing import Protocol, TypeAlias
 
 from typing_extensions import override
 
+from tailrace.cancelling import cancelled
 from tailrace.config import RunSettings
 from tailrace.errors import LifecycleError, Misreported, SettingsError, TailraceError, TransportError
 from tailrace.records import (
@@ -145,9 +146,7 @@ class OutsideTrainer(RunTrainer):
 
     @override
     async def close(self) -> None:
-        for task in self._working:
-            task.cancel()
-        await asyncio.gather(*self._working, return_exceptions=True)
+        await cancelled(*self._working)
         if self._store is not None:
             await asyncio.to_thread(self._store.close)
 
@@ -327,8 +326,7 @@ async def program_beside(
     try:
         yield
     finally:
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
+        await cancelled(running)
 
 
 async def _run_program(

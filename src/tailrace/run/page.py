@@ -11,6 +11,7 @@ from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+from tailrace.cancelling import cancelled
 from tailrace.extras import require_extra
 from tailrace.reporting.report import ViewsOf
 
@@ -46,8 +47,7 @@ async def page_beside(wanted: bool, folder: Path, log: Path) -> AsyncIterator[No
     try:
         yield
     finally:
-        telling.cancel()
-        await asyncio.gather(telling, return_exceptions=True)
+        await cancelled(telling)
         await _end(process)
 
 

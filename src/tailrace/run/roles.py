@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from tailrace.cancelling import cancelled
 from tailrace.child_processes import describe_exit
 from tailrace.config import RunSettings
 from tailrace.errors import CheckpointError, LifecycleError, TransportError
@@ -123,8 +124,7 @@ async def train_rank(
                 await _follow(role_settings, rank, ends)
             await over
         finally:
-            over.cancel()
-            await asyncio.gather(over, return_exceptions=True)
+            await cancelled(over)
 
 
 async def _end_of(log: EventLog) -> None:

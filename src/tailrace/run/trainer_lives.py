@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from typing_extensions import override
 
+from tailrace.cancelling import cancelled
 from tailrace.config import RunSettings
 from tailrace.errors import LifecycleError, TailraceError, TrainingError, TransportError
 from tailrace.lifecycle.exit_codes import is_from_outside
@@ -214,8 +215,7 @@ class TrainerLives(RunTrainer):
 
     @override
     async def close(self) -> None:
-        self._keeping.cancel()
-        await asyncio.gather(self._keeping, return_exceptions=True)
+        await cancelled(self._keeping)
 
     # --- lives -------------------------------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ from typing import NoReturn
 
 import msgspec
 
+from tailrace.cancelling import cancelled
 from tailrace.config import RUNS, RunSettings, SettingsFile, plan_run, with_decay_end, with_scaled_deadlines
 from tailrace.config.shutdown import HURRIED_WRITES_S
 from tailrace.errors import TailraceError
@@ -269,9 +270,7 @@ async def _watched(
     try:
         yield
     finally:
-        for watch in watches:
-            watch.cancel()
-        await asyncio.gather(*watches, return_exceptions=True)
+        await cancelled(*watches)
 
 
 async def _until_lost(owned: Ownership, end: Callable[[], None]) -> None:

@@ -21,6 +21,7 @@ import msgspec
 from pydantic import ValidationError
 from typing_extensions import override
 
+from tailrace.cancelling import cancelled
 from tailrace.errors import NothingLeft, RolloutError, TrainingError
 from tailrace.records import Group, GroupId, RolloutId, TaskId, TerminalState
 from tailrace.scheduling import SchedulingSettings
@@ -281,8 +282,7 @@ async def _run_part(
         if "nothing to train on" not in str(error):
             raise
     finally:
-        disturbing.cancel()
-        await asyncio.gather(disturbing, return_exceptions=True)
+        await cancelled(disturbing)
     return simulation, broken_laws(simulation, ended_by_data=ended_by_data)
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
+from tailrace.cancelling import cancelled
 from tailrace.environments import EnvironmentSpec
 from tailrace.generation.holding import HoldingGenerate
 from tailrace.rollouts import LoadedEnvironment, Rollouter, RolloutSettings
@@ -243,10 +243,11 @@ class Simulation:
                 raise _first_leaf(work.exception())
             totals = self._totals()
         finally:
-            await _cancelled(ended)
-            await _cancelled(self._scheduling)
+            await cancelled(ended)
+            if self._scheduling is not None:
+                await cancelled(self._scheduling)
             self.requests_left = self.fleet.running + self.fleet.waiting
-            await _cancelled(work)
+            await cancelled(work)
             self.scheduler.finish(RUN_ENDED)
         return self._result(totals)
 
@@ -344,13 +345,6 @@ def _rollouter(plan: SimulationPlan, spec: EnvironmentSpec, generate: HoldingGen
 
 def _fleet(plan: SimulationPlan, lengths: LengthSource, restart_s: float) -> ModelledFleet:
     return ModelledFleet(plan.engines, plan.trainer, lengths, max_staleness=plan.max_staleness, restart_s=restart_s)
-
-
-async def _cancelled(task: asyncio.Task[Any] | None) -> None:
-    """Cancel a task, and wait until it has ended."""
-    if task is not None:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
 
 
 def _first_leaf(error: BaseException | None) -> BaseException:

@@ -20,6 +20,7 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 from typing_extensions import override
 
+from tailrace.cancelling import cancelled
 from tailrace.errors import CorruptData, Diverged, RankLost, TailraceError, TransportError
 from tailrace.records import Batch
 from tailrace.training.checkpoints.files import StagedCheckpoint
@@ -166,8 +167,7 @@ class _Follower:
         if self._ranks.has_failed(0):
             await asyncio.wait({ending})
         has_ended = ending.done()
-        ending.cancel()
-        await asyncio.gather(ending, return_exceptions=True)
+        await cancelled(ending)
         return has_ended
 
     async def _until_end(self) -> None:

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from typing_extensions import override
 from zmq.utils.monitor import recv_monitor_message
 
+from tailrace.cancelling import cancelled
 from tailrace.errors import CorruptData, PeerGone, SettingsError, TransportError
 from tailrace.guards import guarded
 from tailrace.transport.keys import CurveKeys, guard_all, keep_alive
@@ -336,9 +337,7 @@ class Channel(Conversation):
     @override
     async def close(self) -> None:
         self._end(PeerGone(f"the channel to the {self._peer} is closed"))
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await cancelled(*self._tasks)
         self._close_sockets()
 
     async def _deliver(self) -> None:

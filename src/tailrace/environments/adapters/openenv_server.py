@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 from urllib.parse import urlsplit, urlunsplit
 
+from tailrace.cancelling import cancelled
 from tailrace.child_processes import kill_group
 from tailrace.environments.adapters.shared_attempt import SharedAttempt
 from tailrace.errors import EnvironmentFailed, SettingsError
@@ -265,9 +266,7 @@ class _Running:
             try:
                 await asyncio.wait({health, ended}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
             finally:
-                for task in (health, ended):
-                    task.cancel()
-                await asyncio.gather(health, ended, return_exceptions=True)
+                await cancelled(health, ended)
             return not health.cancelled() and health.exception() is None
 
     async def end_if_hung(self) -> None:

@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any, Generic, TypeVar
 
+from tailrace.cancelling import cancelled
+
 MadeT = TypeVar("MadeT")
 
 
@@ -32,5 +34,4 @@ class SharedAttempt(Generic[MadeT]):
             self._waiting -= 1
             if self._waiting == 0:
                 self._attempt = None
-                attempt.cancel()
-                await asyncio.gather(attempt, return_exceptions=True)
+                await cancelled(attempt)

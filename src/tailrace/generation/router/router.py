@@ -16,6 +16,7 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
+from tailrace.cancelling import cancelled
 from tailrace.errors import EngineFailed, ReplicaReleased, TailraceError
 from tailrace.generation.completions import finished
 from tailrace.generation.decisions import DEFAULT_WEIGHT_POLICY, WeightPolicy
@@ -194,9 +195,7 @@ class Router:
         finally:
             replica.client = None
             self._update(replica)
-            for task in (ended, following, leaving):
-                task.cancel()
-            await asyncio.gather(ended, following, leaving, return_exceptions=True)
+            await cancelled(ended, following, leaving)
 
     def release(self, name: str, reason: str) -> None:
         """Let a replica go: it takes no new requests, and those that it has go on elsewhere, with all their tokens.

@@ -24,6 +24,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from tailrace.cancelling import cancelled
 from tailrace.errors import CorruptData, EngineFailed, SettingsError, TransportError
 from tailrace.generation.completions import WORK_AT_ONCE, tail, work_of
 from tailrace.generation.engines.protocol import EngineStatistics
@@ -296,9 +297,7 @@ class GeneratorClient:
             self._outbox.flush()
         self.fail(EngineFailed("the client is closed"))
         self._progress.close()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await cancelled(*self._tasks)
         self._monitor.close()
         self._socket.close(linger=CLOSE_LINGER_MS)
 

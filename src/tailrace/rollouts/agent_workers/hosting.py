@@ -18,6 +18,7 @@ from typing import TypeAlias, cast
 import msgspec
 from typing_extensions import override
 
+from tailrace.cancelling import cancelled
 from tailrace.errors import CorruptData, TransportError
 from tailrace.rollouts.agent_workers.branches import BranchData
 from tailrace.rollouts.agent_workers.places import KILLED_S, LocalPlace, LocalProcess, ProcessEnd, WorkerProcess
@@ -291,8 +292,7 @@ class WorkerHost:
             await wait_until(self._changed, lambda: self._channel.failure is not None)
         finally:
             if self._running is not None:
-                self._running.cancel()
-                await asyncio.gather(self._running, return_exceptions=True)
+                await cancelled(self._running)
             await self._channel.close()
 
     def _receive(self, message: bytes) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from tailrace.cancelling import cancelled
 from tailrace.environments import AgentResult, EnvironmentSettings
 from tailrace.environments.outside import AnswerClient
 from tailrace.errors import LifecycleError, SettingsError, TailraceError, WorkerLost
@@ -149,9 +150,7 @@ class AgentWorkers:
 
     async def close(self) -> None:
         """End every worker. No rollout may be running."""
-        for keeper in self._keepers:
-            keeper.cancel()
-        await asyncio.gather(*self._keepers, return_exceptions=True)
+        await cancelled(*self._keepers)
         await close_all({worker.name: worker.close for worker in self._workers})
         await close_all({f"the place of agent worker {n}": place.close for n, place in enumerate(self._places)})
         if self._output is not None:

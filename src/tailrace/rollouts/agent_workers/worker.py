@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
+from tailrace.cancelling import cancelled
 from tailrace.child_processes import signal_name
 from tailrace.environments import AgentResult
 from tailrace.environments.outside import AnswerClient
@@ -359,10 +360,7 @@ class AgentWorker:
     async def _lose_all(self, lost: WorkerLost, to_blame: AnyHeld | None = None) -> None:
         """Nothing of what it held comes back; where one is to blame for that, the others are not."""
         for held in list(self._held.values()):
-            requests = list(held.requests.values())
-            for request in requests:
-                request.cancel()
-            await asyncio.gather(*requests, return_exceptions=True)
+            await cancelled(*held.requests.values())
             if not held.ended.done():
                 held.ended.set_exception(lost if to_blame in (None, held) else lost.of_another())
                 held.ended.exception()  # retrieved: who waited for it may be gone

@@ -23,6 +23,7 @@ import zmq
 import zmq.asyncio
 from typing_extensions import override
 
+from tailrace.cancelling import cancelled
 from tailrace.errors import PeerGone, TransportError
 from tailrace.records import Event
 from tailrace.transport.channels import (
@@ -103,8 +104,7 @@ class EventLogServer:
             for stream in self._streams.values():
                 stream.cancel()
         await asyncio.gather(*self._streams.values(), return_exceptions=True)
-        self._serving.cancel()
-        await asyncio.gather(self._serving, return_exceptions=True)
+        await cancelled(self._serving)
         self._socket.close(linger=CLOSE_LINGER_MS)
 
     async def _serve(self) -> None:
