@@ -17,13 +17,13 @@ import asyncio
 import json
 import shutil
 from collections.abc import AsyncIterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from tailrace.environments.adapters.servers import look_once
 from tailrace.environments.adapters.shared_attempt import SharedAttempt
 from tailrace.environments.tools import Tool
 from tailrace.errors import EnvironmentFailed, SettingsError, ToolError
@@ -139,11 +139,7 @@ class McpServer:
         async def look() -> None:
             await (await _Connection.open(self)).close()
 
-        try:
-            with ThreadPoolExecutor(1) as aside:  # this thread may run an event loop
-                aside.submit(asyncio.run, look()).result()
-        except EnvironmentFailed as error:
-            raise SettingsError(str(error)) from error
+        look_once(look())
 
 
 class _Connection:

@@ -19,6 +19,7 @@ from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStre
 from mcp.shared.message import SessionMessage
 
 from tailrace.child_processes import describe_exit, kill_group
+from tailrace.environments.adapters.servers import ErrorOutput
 
 MAX_LINE_BYTES = 16 << 20
 """Of one message of a server."""
@@ -28,7 +29,6 @@ CLOSE_S = 1.0
 """That a server has to end by itself once its input is closed; then its process group is killed."""
 _READ_OUT_S = 5.0
 """For what a killed server had written; another process may hold its pipes for ever."""
-_KEPT_CHARACTERS = 2_000
 _INHERITED = ("HOME", "LANG", "LOGNAME", "PATH", "SHELL", "TERM", "TMPDIR", "USER")
 
 _Received = SessionMessage | Exception
@@ -42,15 +42,15 @@ class StdioTransport:
         self._env = {**server_environment(), **env}
         self._process: Process | None = None
         self._trouble = ""
-        self._written = ""
+        self._output = ErrorOutput()
         self.is_open = True
         """Until its output ends."""
 
     def describe(self) -> str:
         """What is known of the process, to end a sentence with; empty where nothing is."""
-        process, said = self._process, self._written.strip()
+        process, said = self._process, self._output.said
         ended = "" if process is None or process.returncode is None else f"it ended {describe_exit(process.returncode)}"
-        parts = [self._trouble, ended, f"it wrote: {said[-_KEPT_CHARACTERS:]}" if said else ""]
+        parts = [self._trouble, ended, f"it wrote: {said}" if said else ""]
         return "; ".join(filter(None, parts))
 
     async def __aenter__(
@@ -69,7 +69,7 @@ class StdioTransport:
         self._to_client, received = anyio.create_memory_object_stream[_Received](0)
         sent, self._from_client = anyio.create_memory_object_stream[SessionMessage](0)
         self._passing = [asyncio.create_task(self._read(process)), asyncio.create_task(self._write(process))]
-        self._listening = asyncio.create_task(self._listen(process))
+        self._listening = asyncio.create_task(self._output.listen(process))
         return received, sent
 
     async def __aexit__(
@@ -136,12 +136,6 @@ class StdioTransport:
                     line = message.message.model_dump_json(by_alias=True, exclude_unset=True)
                     process.stdin.write(line.encode() + b"\n")
                     await process.stdin.drain()
-
-    async def _listen(self, process: Process) -> None:
-        """Keep the end of what it writes to its error output."""
-        assert process.stderr is not None  # it has pipes
-        while piece := await process.stderr.read(1 << 16):
-            self._written = (self._written + piece.decode(errors="replace"))[-_KEPT_CHARACTERS:]
 
 
 def server_environment() -> dict[str, str]:

@@ -9,24 +9,23 @@ rollout's reward is the sum of its steps'. Needs `pip install "tailrace[openenv]
 
 from __future__ import annotations
 
-import asyncio
 import json
 import zlib
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from numbers import Number
 from typing import Literal
 
 from tailrace.environments.adapters.openenv_server import InvalidAction, OpenEnvServer, Transport
+from tailrace.environments.adapters.servers import look_once
 from tailrace.environments.protocol import Agent, EnvironmentSpec, Policy, TaskRows
 from tailrace.environments.results import AgentResult, finite_number
 from tailrace.environments.rows import EmptyRows
 from tailrace.environments.single_turn import asked_in
 from tailrace.environments.tools import ERROR_PREFIX
 from tailrace.environments.variables import with_variables
-from tailrace.errors import BudgetExceeded, EnvironmentFailed, RequestRefused, SettingsError
+from tailrace.errors import BudgetExceeded, RequestRefused, SettingsError
 from tailrace.records import Json, Message, Reply, Task, ToolSpec
 
 ActionForm = Literal["auto", "text", "json", "tool"]
@@ -280,8 +279,4 @@ def _check(server: OpenEnvServer, make: Callable[[OpenEnvServer], _Form]) -> Non
         finally:
             await server.close()
 
-    try:
-        with ThreadPoolExecutor(1) as aside:  # this thread may run an event loop
-            aside.submit(asyncio.run, look()).result()
-    except EnvironmentFailed as error:
-        raise SettingsError(str(error)) from error
+    look_once(look())

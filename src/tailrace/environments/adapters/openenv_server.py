@@ -20,6 +20,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 from tailrace.cancelling import cancelled
 from tailrace.child_processes import kill_group
+from tailrace.environments.adapters.servers import ErrorOutput
 from tailrace.environments.adapters.shared_attempt import SharedAttempt
 from tailrace.errors import EnvironmentFailed, SettingsError
 from tailrace.extras import import_extra
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 _MAX_MESSAGE_BYTES = 64 << 20
 _FULL_PAUSE_S = (0.05, 1.0)
 """Between attempts to get a session of a server that is full: nothing tells when others leave it."""
-_KEPT_CHARACTERS = 2_000
 _HUNG_S = 10.0
 """In which a server that left a request without an answer must at least say that it is there."""
 _READ_OUT_S = 2.0
@@ -147,7 +147,7 @@ class _Running:
         self._server = server
         self._loop: asyncio.AbstractEventLoop | None = None
         self._started: _Started | None = None
-        self._written = ""
+        self._output = ErrorOutput()
         self._by_http = server.transport == "http"
         self._open = 0
 
@@ -165,7 +165,7 @@ class _Running:
         return started.base
 
     def described(self) -> str:
-        said = self._written.strip()[-_KEPT_CHARACTERS:]
+        said = self._output.said
         return f" (it wrote: {said})" if said else ""
 
     async def enter(
@@ -246,7 +246,7 @@ class _Running:
                 start_new_session=True,
             )
             base = f"http://127.0.0.1:{listening.getsockname()[1]}"
-        tasks = [asyncio.create_task(self._listen(process)), asyncio.create_task(self._hold(process))]
+        tasks = [asyncio.create_task(self._output.listen(process)), asyncio.create_task(self._hold(process))]
         started, limit_s, is_up = _Started(process, base, tasks), self._server.start_timeout_s, False
         try:
             is_up = await self._answers(started, limit_s)
@@ -283,11 +283,6 @@ class _Running:
         started, self._started = self._started, None
         if started is not None and self._loop is asyncio.get_running_loop():
             await started.end()
-
-    async def _listen(self, process: Process) -> None:
-        assert process.stderr is not None  # it has a pipe
-        while piece := await process.stderr.read(1 << 16):
-            self._written = (self._written + piece.decode(errors="replace"))[-_KEPT_CHARACTERS:]
 
     async def _hold(self, process: Process) -> None:
         """End the server with the event loop, which cancels its tasks when it ends."""
