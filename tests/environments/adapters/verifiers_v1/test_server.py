@@ -90,12 +90,14 @@ async def test_one_that_ends_costs_the_rollouts_that_it_played_and_is_started_ag
     assert not processes()
 
 
-async def test_a_rollout_that_is_cancelled_is_cancelled_there(renderer: ChatRenderer, interpreter: Path) -> None:
-    server, began = serving(interpreter), asyncio.Event()
+async def test_a_rollout_that_is_cancelled_is_cancelled_there(
+    renderer: ChatRenderer, interpreter: Path, deltas: asyncio.Queue[bytes]
+) -> None:
+    server = serving(interpreter)
     async with served(renderer, ["Ada"]) as talk:
-        waiting = asyncio.create_task(server.play(row("wait"), client(talk), on_delta=lambda _: began.set()))
+        waiting = asyncio.create_task(server.play(row("wait"), client(talk)))
         async with asyncio.timeout(60):
-            await began.wait()
+            await deltas.get()  # it has begun
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting

@@ -20,7 +20,7 @@ from tailrace.rollouts import ChatRenderer
 from tests.environments.adapters.playing import call, play
 from tests.examples.test_adapted_runs import CHANGES
 from tests.support.descendants import descendants
-from tests.support.served_policies import Served, served
+from tests.support.served_policies import served
 from tests.support.verifiers_scaffolds import VERIFIERS, echoing, greeting, scaffold
 
 pytestmark = [
@@ -59,33 +59,28 @@ async def test_a_generated_package_is_played_as_it_is(renderer: ChatRenderer, tm
     assert not children()
 
 
-def held(deltas: list[bytes]) -> dict[str, list[Any]]:
+def held(deltas: asyncio.Queue[bytes]) -> dict[str, list[Any]]:
     """What verifiers' own trace has, over all nodes."""
     columns: dict[str, list[Any]] = {"token_ids": [], "mask": [], "logprobs": []}
-    for delta in map(msgspec.msgpack.decode, deltas):
-        for node in delta.get("nodes", []):
+    while not deltas.empty():
+        for node in msgspec.msgpack.decode(deltas.get_nowait()).get("nodes", []):
             for name, column in columns.items():
                 column.extend(node[name] or [])
     return columns
 
 
-async def ends(talk: Served, server: VerifiersServer) -> tuple[Any, dict[str, list[Any]]]:
-    deltas: list[bytes] = []
-    try:
-        trace = await server.play(server.tasks[0], client_of(talk.endpoint), on_delta=deltas.append)
-    finally:
-        await server.close()
-    return trace, held(deltas)
-
-
 async def test_tools_take_turns_and_its_trace_has_the_tokens_that_were_sampled(
-    renderer: ChatRenderer, tmp_path: Path
+    renderer: ChatRenderer, tmp_path: Path, deltas: asyncio.Queue[bytes]
 ) -> None:
     replies = [call("echoing_echo", text="hush"), "hush"]
+    server = serving(echoing(tmp_path))
     async with served(renderer, replies, max_model_tokens=4000) as talk:
-        trace, tokens = await ends(talk, serving(echoing(tmp_path)))
+        try:
+            trace = await server.play(server.tasks[0], client_of(talk.endpoint))
+        finally:
+            await server.close()
         talk.assert_recorded_as_sampled()
-    (branch,) = talk.rollout.branches
+    (branch,), tokens = talk.rollout.branches, held(deltas)
     assert trace.rewards["reward"].score == 1.0
     assert tokens["token_ids"] == branch.token_ids.tolist()
     assert tokens["mask"] == branch.loss_mask.tolist()

@@ -41,7 +41,8 @@ _LIMITS = ProgramLimits(output_bytes=sys.maxsize, processes=sys.maxsize)
 _SOCKETS = "/tmp"
 """The path of a socket has 107 characters at most, and TMPDIR may be long."""
 
-OnDelta = Callable[[bytes], None]
+_Hear = Callable[[bytes], None]
+"""What takes the deltas of a request."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,15 +105,13 @@ class VerifiersServer:
         tasks: list[dict[str, Json]] = described["tasks"]
         return tasks
 
-    async def play(
-        self, task: Mapping[str, Json], client: Mapping[str, Json], *, on_delta: OnDelta | None = None
-    ) -> wire.Trace:
+    async def play(self, task: Mapping[str, Json], client: Mapping[str, Json]) -> wire.Trace:
         """One rollout of a task, whose policy answers where `client`, in verifiers' form, says.
 
-        `on_delta` hears what the server tells while it runs. Raises `EnvironmentFailed` where the rollout fails, or the
-        server. A rollout that is cancelled is cancelled there, too.
+        Raises `EnvironmentFailed` where the rollout fails, or the server. A rollout that is cancelled is cancelled
+        there, too.
         """
-        return await self._running.play(wire.run_request(task, client), on_delta)
+        return await self._running.play(wire.run_request(task, client))
 
     async def close(self) -> None:
         """End the server."""
@@ -144,13 +143,13 @@ class _Running:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._up: _Up | None = None
 
-    async def play(self, request: bytes, on_delta: OnDelta | None) -> wire.Trace:
+    async def play(self, request: bytes) -> wire.Trace:
         loop = asyncio.get_running_loop()
         if self._up is None or self._up.has_ended or self._loop is not loop:  # what another loop had, ended with it
             self._loop, self._up = loop, _Up(self._server)
         up = self._up
         await up.answers()
-        return await up.play(request, on_delta)
+        return await up.play(request)
 
     async def close(self) -> None:
         up, self._up = self._up, None
@@ -163,7 +162,7 @@ class _Up:
 
     def __init__(self, server: VerifiersServer) -> None:
         self._server = server
-        self._waiting: dict[bytes, tuple[asyncio.Future[bytes], OnDelta]] = {}
+        self._waiting: dict[bytes, tuple[asyncio.Future[bytes], _Hear]] = {}
         self._closing = asyncio.Event()
         self._gone = False
         """Its process has ended, or is being ended."""
@@ -223,17 +222,11 @@ class _Up:
         except TimeoutError:
             raise self._failed(f"did not answer within {limit_s:g} s of its start") from None
 
-    async def play(self, request: bytes, on_delta: OnDelta | None) -> wire.Trace:
+    async def play(self, request: bytes) -> wire.Trace:
         episode = wire.Episode()
+        return episode.finished(await self._ask(wire.RUN, request, episode.hear))
 
-        def hear(data: bytes) -> None:
-            episode.hear(data)
-            if on_delta is not None:
-                on_delta(data)
-
-        return episode.finished(await self._ask(wire.RUN, request, hear))
-
-    async def _ask(self, method: bytes, request: bytes, hear: OnDelta) -> bytes:
+    async def _ask(self, method: bytes, request: bytes, hear: _Hear) -> bytes:
         """The reply to a request. Raises `EnvironmentFailed` where the server ends before."""
         if self._gone:
             raise self._failed("has ended")
