@@ -262,7 +262,7 @@ def mixed_world(
             save_state=save_state,
         ),
     )
-    scheduler.start(step=step, version=step, serving_version=None, state=state)
+    scheduler.start(step=step, version=step, serving_version=step, state=state)
     world = World(scheduler, runner, recorder, batches, max_staleness=4, version=step, serving=step, states=states)
     runner.version = lambda: world.serving
     return world, tasks

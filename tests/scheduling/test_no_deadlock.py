@@ -33,7 +33,7 @@ PATTERNS = st.fixed_dictionaries(
         "skipped": st.sets(st.integers(1, 8), max_size=3),
         "train_s": st.sampled_from([0.0, 1.0, 10.0, 100.0]),
         "install_s": st.sampled_from([0.0, 0.5, 15.0]),
-        "follows_weights": st.booleans(),
+        "lag_s": st.sampled_from([0.0, 0.5, 15.0]),
     }
 )
 
@@ -69,6 +69,7 @@ def patterned_world(
     skipped: set[int],
     train_s: float,
     install_s: float,
+    lag_s: float,
     **chosen: object,
 ) -> World:
     if chosen["group_release"] == "early":  # what the settings refuse
@@ -83,6 +84,6 @@ def patterned_world(
         max_failing_s=1e9,
         **chosen,  # type: ignore[arg-type]
     )
-    world.runner.pause_s, world.train_s, world.install_s = 1.0, train_s, install_s
+    world.runner.pause_s, world.train_s, world.install_s, world.lag_s = 1.0, train_s, install_s, lag_s
     world.skip = lambda step: step in skipped
     return world

@@ -104,7 +104,7 @@ def slow_world(**settings: Any) -> World:
 def test_what_a_generator_that_lags_sampled_takes_no_place_in_a_batch_either() -> None:
     async def batch_sizes() -> list[int]:
         world = slow_world(max_staleness=0)
-        world.install_s = 20.0
+        world.lag_s = 20.0
         await world.run()
         assert world.scheduler.ledger.reasons(TerminalState.FILTERED)["stale"] > 0
         return [len(formed.groups) for formed in world.recorder.formed]

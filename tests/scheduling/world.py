@@ -208,7 +208,9 @@ class World:
     version: int = 0
     train_s: float = 0.0
     install_s: float = 0.0
-    """From a step's end to when its weights serve."""
+    """From a step's end to when its weights serve, as the scheduler is told."""
+    lag_s: float = 0.0
+    """From then to when they really do."""
     serving: int = 0
     """Version that rollouts are sampled from."""
     skip: Callable[[int], bool] = lambda step: False
@@ -237,8 +239,14 @@ class World:
             self.scheduler.handle(event)
 
     def _install(self, version: int) -> None:
+        self.scheduler.weights_installed(version)
+        if self.lag_s:
+            asyncio.get_running_loop().call_later(self.lag_s, self._serve, version)
+        else:
+            self._serve(version)
+
+    def _serve(self, version: int) -> None:
         self.serving = max(self.serving, version)
-        self.scheduler.weights_installed(self.serving)
 
     def _require_bound(self, batch: PlannedBatch) -> None:
         """What the trainer asserts."""
@@ -281,7 +289,6 @@ def make_world(
     state: bytes = b"",
     resumes: int = 0,
     whole_groups: Sequence[str] = (),
-    follows_weights: bool = False,
     holds: bool = True,
     **settings: object,
 ) -> World:
@@ -311,8 +318,7 @@ def make_world(
         max_steps=max_steps,
         holder=runner if holds else None,
     )
-    serving_version = step if follows_weights else None
-    scheduler.start(step=step, version=step, serving_version=serving_version, state=state, resumes=resumes)
+    scheduler.start(step=step, version=step, serving_version=step, state=state, resumes=resumes)
     world = World(scheduler, runner, recorder, batches, max_staleness, chosen.batch_size, chosen.over_sampling)
     world.version = world.serving = step
     world.states = states

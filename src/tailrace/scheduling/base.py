@@ -110,14 +110,12 @@ class Scheduler(ABC):
 
     # --- what its owner does -----------------------------------------------------------------------------------------
 
-    def start(
-        self, *, step: int, version: int, serving_version: int | None, state: bytes = b"", resumes: int = 0
-    ) -> None:
+    def start(self, *, step: int, version: int, serving_version: int, state: bytes = b"", resumes: int = 0) -> None:
         """Begin where training begins: after the trainer's `step`, with weights of `version`.
 
         `state` is what was saved at that step; empty for a run from the start. `serving_version` is the oldest version
-        that a generator serves, to be followed by `weights_installed`; None: each step's weights serve at once.
-        `resumes` is how often the run was started before: no name that those starts gave is given again.
+        that a generator serves, to be followed by `weights_installed`. `resumes` is how often the run was started
+        before: no name that those starts gave is given again.
 
         Raises `DataError` for a state of other environments.
         """

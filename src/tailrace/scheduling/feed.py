@@ -42,6 +42,7 @@ from tailrace.scheduling.dispatched import DispatchedRollout, DispatchedSample, 
 from tailrace.scheduling.groups import GroupRunner
 from tailrace.scheduling.observer import SchedulerObserver
 from tailrace.scheduling.outstanding import ReadyGroup
+from tailrace.scheduling.progress import Progress
 from tailrace.scheduling.settings import WINDOW_BATCHES
 from tailrace.scheduling.tasks import TaskStream
 from tailrace.tracing.phases import phase
@@ -269,7 +270,7 @@ class FeedScheduler(Scheduler):
             raise Misreported(f"the trainer begins after step {report.step}, with version {report.version}")
         if self._newest_step < 0:  # `start` is told the same
             self._newest_step = report.step
-            self._progress.advance(report.step, report.version)
+            self._progress = Progress(step=report.step, version=report.version, serving_version=report.version)
             return
         if report.step > self._progress.step:
             raise Misreported(

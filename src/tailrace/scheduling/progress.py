@@ -22,12 +22,14 @@ FREED_AT_ONCE = 32
 class Progress:
     """Versions and steps, and the batches between scheduler and trainer. Plain numbers."""
 
-    def __init__(self, *, step: int = 0, version: int = 0, serving_version: int | None = None) -> None:
+    def __init__(self, *, step: int = 0, version: int = 0, serving_version: int = 0) -> None:
         """With the parameters of `Scheduler.start`."""
         self.step, self.version = step, version
         self.sent: deque[FormedBatch] = deque()
         self.is_forming = False
-        self._serving_version = self._awaited_version = serving_version
+        self.serving_version = serving_version
+        """The oldest version that a token sampled now may be of."""
+        self._awaited_version = serving_version
 
     def end_step(self, event: StepTrained | StepSkipped) -> FormedBatch:
         """The trainer is done with the oldest batch sent: that one. Raises `AccountingError` for another one."""
@@ -43,19 +45,12 @@ class Progress:
 
     def install(self, version: int) -> None:
         """No generator serves an older version any more."""
-        if self._serving_version is not None:
-            self._serving_version = max(self._serving_version, version)
+        self.serving_version = max(self.serving_version, version)
         self.stop_awaiting(version)
 
     def stop_awaiting(self, version: int) -> None:
         """This version is awaited no more: it serves, or could not be installed."""
-        if self._awaited_version is not None:
-            self._awaited_version = max(self._awaited_version, version)
-
-    @property
-    def serving_version(self) -> int:
-        """The oldest version that a token sampled now may be of."""
-        return self.version if self._serving_version is None else self._serving_version
+        self._awaited_version = max(self._awaited_version, version)
 
     @property
     def ahead(self) -> int:
@@ -75,7 +70,7 @@ class Progress:
     @property
     def age(self) -> int:
         """Versions by which a token sampled now will trail the next batch that is formed."""
-        return self.ahead if self._awaited_version is None else self.trainer_version - self._awaited_version
+        return self.trainer_version - self._awaited_version
 
     @property
     def is_even(self) -> bool:
