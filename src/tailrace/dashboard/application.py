@@ -26,6 +26,7 @@ from tailrace.dashboard.run_data import RunCache, RunData
 from tailrace.dashboard.run_events import RunEvent
 from tailrace.dashboard.schedule import Schedule, Waterfall
 from tailrace.dashboard.settings_view import Change, changes_from_recipe, read_settings
+from tailrace.dashboard.tailing import stamp_of
 from tailrace.dashboard.token_view import PAGE_TOKENS, TokenPage, TokenReader, TokenSteps, token_steps
 from tailrace.dashboard.trace_spans import trace_files
 from tailrace.errors import TailraceError
@@ -217,7 +218,7 @@ class Dashboard:
     def settings(self, request: Request) -> SettingsPage:
         """Its settings, and what differs from its recipe."""
         folder = self._folder(request)
-        stamp = tuple(_stamp(folder / file) for file in ("config.toml", "recipe.toml"))
+        stamp = tuple(stamp_of(folder / file) for file in ("config.toml", "recipe.toml"))
         text = masked_text(read_settings(folder / "config.toml").text_of_file)
         return SettingsPage(text, changes_from_recipe(folder, stamp))
 
@@ -350,13 +351,6 @@ def _json(value: object, status: int = 200) -> Response:
 
 def _writes_trace(folder: Path) -> bool:
     return read_settings(folder / "config.toml").flat.get("observability.trace_mb") != 0
-
-
-def _stamp(path: Path) -> int:
-    try:
-        return path.stat().st_mtime_ns
-    except OSError:
-        return 0
 
 
 def _number(request: Request, name: str) -> int | None:

@@ -6,7 +6,7 @@ import enum
 import os
 import socket
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 import msgspec
@@ -15,7 +15,7 @@ import psutil
 from tailrace.dashboard.names import as_text
 from tailrace.dashboard.others import about
 from tailrace.dashboard.settings_view import Settings, read_settings
-from tailrace.dashboard.tailing import first_lines, lines_backwards
+from tailrace.dashboard.tailing import first_lines, lines_backwards, stamp_of
 from tailrace.errors import DataError
 from tailrace.records import Json
 from tailrace.reporting.run_folder import METRICS_FILE, is_number
@@ -23,7 +23,7 @@ from tailrace.reporting.sinks import decode_object
 from tailrace.reporting.summary import RunSummary, read_summary
 
 _MARKS = ("config.toml", METRICS_FILE, "events.jsonl", "summary.json")
-"""A folder with one of these is a run's."""
+"""A folder with one of these is a run's, whose row is read from them."""
 _OWNER_FILE = "owner.json"
 _OWNER_LAPSES_S = 120.0
 """An owner renews the time stamp of its file every 20 s."""
@@ -137,21 +137,12 @@ class RunTable:
 
     def _row(self, name: str, folder: Path) -> tuple[RunRow, Settings]:
         alive = _owner_is_alive(folder)
-        state = (*_stamps(folder), alive)
+        state = (*(stamp_of(folder / file) for file in _MARKS), alive)
         known = self._known.get(folder)
         if known is None or known[0] != state:
             row, settings = _read_row(name, folder, alive=alive)
             self._known[folder] = known = (state, row, settings)
         return known[1], known[2]
-
-
-def _stamps(folder: Path) -> Iterator[tuple[int, int]]:
-    for file in (METRICS_FILE, "summary.json", "config.toml", "events.jsonl"):
-        try:
-            found = os.stat(folder / file)
-            yield found.st_mtime_ns, found.st_size
-        except OSError:
-            yield 0, -1
 
 
 def _varying(settings: list[Settings]) -> list[str]:

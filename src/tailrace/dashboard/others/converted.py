@@ -21,7 +21,7 @@ from tailrace.dashboard.others.sources import Library, Source
 from tailrace.dashboard.others.trl_tables import placed_of_table
 from tailrace.dashboard.others.verifiers_lines import placed_of_line
 from tailrace.dashboard.rollout_files import Kind
-from tailrace.dashboard.tailing import Tail
+from tailrace.dashboard.tailing import Tail, stamp_of
 from tailrace.errors import DataError
 from tailrace.guards import decoded, read_at_most
 from tailrace.reporting.rollout_records import encode_line
@@ -130,7 +130,7 @@ class _Converted:
 
     def num_bytes(self) -> int:
         """What its source has."""
-        return sum(_stamp(path)[1] for path in self._source.tables())
+        return sum(stamp_of(path)[1] for path in self._source.tables())
 
     def update(self, until_s: float) -> None:
         """Take in what came since, as far as time allows."""
@@ -138,7 +138,7 @@ class _Converted:
         if not (self._take_lines(until_s) if is_lines else self._take_tables(until_s)):
             return
         lines = [_metrics_line(step, kind, figures) for (step, kind), figures in sorted(self._figures.items())]
-        changed_ns = max((_stamp(path)[0] for path in self._source.tables()), default=0)
+        changed_ns = max((stamp_of(path)[0] for path in self._source.tables()), default=0)
         _write_whole(self.folder / METRICS_FILE, b"".join(lines), changed_ns=changed_ns)
         self._about()
         self._settings()
@@ -168,7 +168,7 @@ class _Converted:
 
     def _take_tables(self, until_s: float) -> bool:
         """Whether anything has changed; with a table that has, or is gone, all are read again."""
-        stamps = {path: _stamp(path) for path in self._source.tables()}
+        stamps = {path: stamp_of(path) for path in self._source.tables()}
         new = [path for path, stamp in stamps.items() if self._stamps.get(path) != stamp]
         is_void = any(path in self._stamps for path in new) or bool(self._stamps.keys() - stamps.keys())
         if is_void:
@@ -274,14 +274,6 @@ def _write_whole(path: Path, data: bytes, *, changed_ns: int | None = None) -> N
     if changed_ns is not None:
         os.utime(part, ns=(changed_ns, changed_ns))
     part.replace(path)
-
-
-def _stamp(path: Path) -> tuple[int, int]:
-    try:
-        found = path.stat()
-    except OSError:
-        return 0, 0
-    return found.st_mtime_ns, found.st_size
 
 
 def _metrics_line(step: int, kind: Kind, figures: _Figures) -> bytes:
