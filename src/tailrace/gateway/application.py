@@ -351,12 +351,12 @@ async def _no_such_route(request: Request, error: Exception) -> Response:
 def application(shared: GatewayContext) -> ASGIApp:
     """Every route, as a server runs them."""
 
-    async def health(scope: Scope, receive: Receive, send: Send) -> None:
-        await send_json(send, {"status": "ok"})
+    async def health(request: Request) -> Response:
+        return JSONResponse({"status": "ok"})
 
-    async def metrics(scope: Scope, receive: Receive, send: Send) -> None:
+    async def metrics(request: Request) -> Response:
         text = shared.tally.prometheus(open_rollouts=len(shared.sessions))
-        await send_bytes(send, text.encode(), b"text/plain; version=0.0.4; charset=utf-8")
+        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     posts: list[tuple[str, ASGIApp]] = [(path, _Turns(shared, dialect, chat)) for path, dialect in TURNS]
     posts.append(("/inference/v1/generate", _Turns(shared, TokenGeneration(), continue_tokens)))
@@ -370,15 +370,5 @@ def application(shared: GatewayContext) -> ASGIApp:
     routes: list[BaseRoute] = [Route(path, app, methods=["POST"]) for path, app in [*posts, *by_path, *claims]]
     models = _Models(shared)
     routes += [Route(path, models, methods=["GET"]) for path in ("/v1/models", "/rollouts/{key}/v1/models")]
-    routes += [Route("/health", _Page(health), methods=["GET"]), Route("/metrics", _Page(metrics), methods=["GET"])]
+    routes += [Route("/health", health, methods=["GET"]), Route("/metrics", metrics, methods=["GET"])]
     return Starlette(routes=routes, exception_handlers={HTTPException: _no_such_route})
-
-
-class _Page:
-    """A function of ASGI, for Starlette, which takes plain functions for another kind of thing."""
-
-    def __init__(self, show: ASGIApp) -> None:
-        self._show = show
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._show(scope, receive, send)
