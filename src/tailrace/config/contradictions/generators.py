@@ -34,15 +34,7 @@ def _replicas(settings: RunSettings) -> Iterator[Contradiction]:
         message = "generator.connect_key is for generator.connect, which is empty: leave it out, or name the generators"
         yield Contradiction(message, "generator.connect_key")
     for address in generator.connect:
-        try:
-            require_safe_address(
-                address,
-                has_keys=generator.connect_key is not None,
-                setting="generator.connect",
-                key_setting="generator.connect_key",
-            )
-        except SettingsError as error:
-            yield Contradiction(str(error), "generator.connect")
+        yield from _unguarded(address, generator.connect_key, "generator.connect", "generator.connect_key")
     if twice := first_twice(generator.connect):
         yield Contradiction(f"generator.connect names {twice} twice", "generator.connect")
     yield from _joining(generator)
@@ -77,15 +69,15 @@ def _joining(generator: GeneratorSettings) -> Iterator[Contradiction]:
         message = "generator.join_key is for generator.join_address, which is unset: leave it out, or say where"
         yield Contradiction(message, "generator.join_key")
     if address is not None:
-        try:
-            require_safe_address(
-                address,
-                has_keys=generator.join_key is not None,
-                setting="generator.join_address",
-                key_setting="generator.join_key",
-            )
-        except SettingsError as error:
-            yield Contradiction(str(error), "generator.join_address")
+        yield from _unguarded(address, generator.join_key, "generator.join_address", "generator.join_key")
+
+
+def _unguarded(address: str, key: str | None, setting: str, key_setting: str) -> Iterator[Contradiction]:
+    """One that other machines can reach, without a key."""
+    try:
+        require_safe_address(address, has_keys=key is not None, setting=setting, key_setting=key_setting)
+    except SettingsError as error:
+        yield Contradiction(str(error), setting)
 
 
 def _router_replay(settings: RunSettings) -> Iterator[Contradiction]:
