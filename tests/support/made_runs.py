@@ -36,7 +36,7 @@ from tailrace.records import (
 from tailrace.records.branch import Branch
 from tailrace.reporting.evaluation_figures import EVALUATED
 from tailrace.reporting.rollout_records import RolloutEntry, encode_line, rollout_record
-from tailrace.reporting.sinks import evaluation_path, rollouts_path
+from tailrace.reporting.sinks import rollouts_path
 from tailrace.reporting.summary import RunSummary, write_summary
 from tailrace.reporting.tokens import TokenWriter
 from tailrace.tracing.background import BackgroundWriter
@@ -165,7 +165,7 @@ class MadeRun:
     def write_evaluation(self, step: int) -> None:
         """The same tasks each time, as held-out ones are."""
         entries = self.entries(step, held_out=True)
-        self._write(evaluation_path(self.folder / "rollouts", step), step, entries)
+        self._write(rollouts_path(self.folder / "rollouts", step, "evaluation"), step, entries)
 
     @staticmethod
     def _write(path: Path, step: int, entries: list[RolloutEntry]) -> None:

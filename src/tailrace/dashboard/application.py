@@ -21,7 +21,7 @@ from tailrace.dashboard.chat import ChatPlace, reply, running_policy
 from tailrace.dashboard.folders import RunRow, RunState, RunTable, find_runs, is_run_folder, summary_of
 from tailrace.dashboard.names import as_text
 from tailrace.dashboard.others import OthersFiles, about, find_sources, source_at
-from tailrace.dashboard.rollout_files import Kind, Matches, RolloutTable, Wanted, part, shortened
+from tailrace.dashboard.rollout_files import Matches, RolloutTable, Wanted, part, shortened
 from tailrace.dashboard.run_data import RunCache, RunData
 from tailrace.dashboard.run_events import RunEvent
 from tailrace.dashboard.schedule import Schedule, Waterfall
@@ -34,6 +34,7 @@ from tailrace.extras import extra_needed
 from tailrace.records import Json
 from tailrace.reporting.advice import HISTORY, Advice, advice
 from tailrace.reporting.masking import masked_text
+from tailrace.reporting.sinks import Kind
 from tailrace.reporting.summary import RunSummary
 
 _VERSION = importlib.metadata.version("tailrace")

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
 import msgspec
 
@@ -24,9 +24,7 @@ from tailrace.errors import DataError
 from tailrace.guards import decoded, guarded
 from tailrace.records import Json, Outcome
 from tailrace.reporting.rollout_records import VersionRange
-from tailrace.reporting.sinks import evaluation_path, rollouts_path
-
-Kind: TypeAlias = Literal["step", "evaluation"]
+from tailrace.reporting.sinks import Kind, rollouts_path
 
 _MOST_ROLLOUTS = 8_192
 """Of one file that a table shows and a search sees."""
@@ -184,7 +182,7 @@ class RolloutFiles:
 
     def path(self, kind: Kind, step: int) -> Path:
         """The file of a step or of an evaluation."""
-        return (rollouts_path if kind == "step" else evaluation_path)(self._folder, step)
+        return rollouts_path(self._folder, step, kind)
 
     def files(self) -> StepFiles:
         """All that there are, in order."""

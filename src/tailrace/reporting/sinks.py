@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Literal, TypeAlias
 
 import msgspec
 
@@ -31,6 +32,9 @@ from tailrace.reporting.rollout_records import (
 )
 from tailrace.tracing.background import BackgroundWriter
 from tailrace.tracing.phases import phase
+
+Kind: TypeAlias = Literal["step", "evaluation"]
+"""What the rollouts of a file were played for."""
 
 _OBJECT = msgspec.json.Decoder(dict[str, Json])
 
@@ -132,7 +136,7 @@ class RolloutWriter:
     def write_evaluation(self, step: int, entries: Sequence[RolloutEntry]) -> None:
         """Append an evaluation's rollouts to a file of their own. Never waits and never raises."""
         if self._every_steps:
-            self._submit(evaluation_path(self._folder, step), step, entries)
+            self._submit(rollouts_path(self._folder, step, "evaluation"), step, entries)
 
     def _submit(self, path: Path, step: int, entries: Sequence[RolloutEntry]) -> None:
         self._waiting.submit(entries, lambda taken: _append_rollouts(path, step, taken))
@@ -150,22 +154,13 @@ def _taken(entries: deque[RolloutEntry]) -> Iterator[RolloutEntry]:
         yield entries.popleft()
 
 
-def rollouts_path(folder: Path, step: int) -> Path:
-    """The file of one step's rollouts.
+def rollouts_path(folder: Path, step: int, kind: Kind = "step") -> Path:
+    """The file of one step's rollouts, or of those of its evaluation.
 
-    >>> rollouts_path(Path("rollouts"), 12).name
-    'step_000012.jsonl'
+    >>> rollouts_path(Path("rollouts"), 12).name, rollouts_path(Path("rollouts"), 40, "evaluation").name
+    ('step_000012.jsonl', 'evaluation_000040.jsonl')
     """
-    return folder / f"step_{step:06d}.jsonl"
-
-
-def evaluation_path(folder: Path, step: int) -> Path:
-    """The file of the rollouts of the evaluation of one step.
-
-    >>> evaluation_path(Path("rollouts"), 40).name
-    'evaluation_000040.jsonl'
-    """
-    return folder / f"evaluation_{step:06d}.jsonl"
+    return folder / f"{kind}_{step:06d}.jsonl"
 
 
 def step_of_path(path: Path) -> int | None:

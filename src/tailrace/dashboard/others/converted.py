@@ -20,13 +20,12 @@ from tailrace.dashboard.others.placed import Placed
 from tailrace.dashboard.others.sources import Library, Source
 from tailrace.dashboard.others.trl_tables import placed_of_table
 from tailrace.dashboard.others.verifiers_lines import placed_of_line
-from tailrace.dashboard.rollout_files import Kind
 from tailrace.dashboard.tailing import Tail, stamp_of
 from tailrace.errors import DataError
 from tailrace.guards import decoded, read_at_most
 from tailrace.reporting.rollout_records import encode_line
 from tailrace.reporting.run_folder import METRICS_FILE, ROLLOUTS_FOLDER
-from tailrace.reporting.sinks import evaluation_path, rollouts_path
+from tailrace.reporting.sinks import Kind, rollouts_path
 
 _ABOUT_FILE = "others.json"
 _MOST_BYTES = 2 << 30
@@ -205,7 +204,7 @@ class _Converted:
             self._model = self._model or one.model
         for (step, kind), found in files.items():
             figures = self._figures.setdefault((step, kind), _Figures())
-            path = (rollouts_path if kind == "step" else evaluation_path)(self.folder / ROLLOUTS_FOLDER, step)
+            path = rollouts_path(self.folder / ROLLOUTS_FOLDER, step, kind)
             with path.open("ab") as file:
                 file.writelines(encode_line(one.record) for one in found)
             for one in found:

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import msgspec
 import xxhash
 
-from tailrace.dashboard.rollout_files import Kind
 from tailrace.records import Json
 from tailrace.reporting.rollout_records import RolloutRecord
+from tailrace.reporting.sinks import Kind
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,12 +9,12 @@ from typing import Any
 import msgspec
 
 from tailrace.dashboard.others.placed import Placed, digest, finite, messages_of
-from tailrace.dashboard.rollout_files import Kind
 from tailrace.errors import DataError
 from tailrace.guards import guarded
 from tailrace.records import Json, Outcome
 from tailrace.reporting.evaluation_figures import EVALUATED
 from tailrace.reporting.rollout_records import RolloutRecord, VersionRange
+from tailrace.reporting.sinks import Kind
 
 _CUT_BY = frozenset({"max_turns", "max_input_tokens", "max_output_tokens", "max_total_tokens", "context_length"})
 
