@@ -21,13 +21,13 @@ from tailrace.dashboard.chat import ChatPlace, reply, running_policy
 from tailrace.dashboard.folders import RunRow, RunState, RunTable, find_runs, is_run_folder, summary_of
 from tailrace.dashboard.names import as_text
 from tailrace.dashboard.others import OthersFiles, about, find_sources, source_at
-from tailrace.dashboard.rollout_files import Matches, RolloutTable, Wanted, part, shortened
+from tailrace.dashboard.rollout_files import Matches, RolloutTable, StepFiles, Wanted, part, shortened
 from tailrace.dashboard.run_data import RunCache, RunData
 from tailrace.dashboard.run_events import RunEvent
 from tailrace.dashboard.schedule import Schedule, Waterfall
 from tailrace.dashboard.settings_view import Change, changes_from_recipe, read_settings
 from tailrace.dashboard.tailing import stamp_of
-from tailrace.dashboard.token_view import PAGE_TOKENS, TokenPage, TokenReader, TokenSteps, token_steps
+from tailrace.dashboard.token_view import PAGE_TOKENS, TokenPage, TokenReader, token_steps
 from tailrace.dashboard.trace_spans import trace_files
 from tailrace.errors import TailraceError
 from tailrace.extras import extra_needed
@@ -66,7 +66,7 @@ class RunDetail(msgspec.Struct, frozen=True, kw_only=True):
     steps: list[int]
     """Those with a file of rollouts."""
     evaluations: list[int]
-    tokens: TokenSteps
+    tokens: StepFiles
     chats: dict[str, str] = {}
     """What answers, by its name in `api/chat`: the run's own policy while it goes on, what `--chat` names."""
     checkpoints: list[str] = []

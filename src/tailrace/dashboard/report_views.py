@@ -20,8 +20,8 @@ from urllib.parse import quote, urlencode
 
 import msgspec
 
-from tailrace.dashboard.rollout_files import RolloutFiles, RolloutRow, RolloutTable, shortened
-from tailrace.dashboard.token_view import TokenReader, TokenSteps, token_steps
+from tailrace.dashboard.rollout_files import RolloutFiles, RolloutRow, RolloutTable, StepFiles, shortened
+from tailrace.dashboard.token_view import TokenReader, token_steps
 from tailrace.errors import DataError
 from tailrace.reporting.report import Views
 from tailrace.reporting.run_folder import ROLLOUTS_FOLDER, ChosenRollout
@@ -59,7 +59,7 @@ def report_views(run_folder: Path, chosen: Sequence[ChosenRollout]) -> Views | N
     return Views(
         style=_static("style.css"),
         script=joined_modules(),
-        kept=kept.text(TokenSteps(steps.steps, [])),
+        kept=kept.text(StepFiles(steps.steps, [])),
         links=links,
     )
 
@@ -80,7 +80,7 @@ class _Kept:
         self._answers[f"{part} step {step} {branch} {id}"] = answer
         return True
 
-    def text(self, tokens: TokenSteps) -> str:
+    def text(self, tokens: StepFiles) -> str:
         """As JSON that no page takes for markup."""
         kept = {"about": {"tokens": tokens}, "answers": self._answers}
         return msgspec.json.encode(kept).decode().replace("<", "\\u003c")

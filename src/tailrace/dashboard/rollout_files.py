@@ -74,7 +74,7 @@ class RolloutTable(msgspec.Struct, frozen=True):
 
 
 class StepFiles(msgspec.Struct, frozen=True):
-    """Which steps have a file of rollouts."""
+    """Which steps, and evaluations of which, have a file: of rollouts, or of their tokens."""
 
     steps: list[int]
     evaluations: list[int]

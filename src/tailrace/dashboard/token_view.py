@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from tailrace.dashboard.rollout_files import StepFiles
 from tailrace.records import common_prefix
 from tailrace.reporting.tokens import BranchTokens, exported_steps, read_rollout, token_files
 
@@ -18,13 +19,6 @@ PAGE_TOKENS = 20_000
 """At most."""
 _MOST_TOKENS = 400_000
 """Of a rollout: branches behind that are left out, and said to be."""
-
-
-class TokenSteps(msgspec.Struct, frozen=True):
-    """Which steps have tokens."""
-
-    steps: list[int]
-    evaluations: list[int]
 
 
 class BranchInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,11 +99,11 @@ class TokenReader:
             return _page(self._branches, branch, first, min(count, PAGE_TOKENS))
 
 
-def token_steps(folder: Path) -> TokenSteps:
+def token_steps(folder: Path) -> StepFiles:
     """Those of a run, also where only the trainer exported them."""
     files = token_files(folder)
     steps = {file.step for file in files if not file.is_evaluation}
-    return TokenSteps(sorted(steps.union(exported_steps(folder))), [file.step for file in files if file.is_evaluation])
+    return StepFiles(sorted(steps.union(exported_steps(folder))), [file.step for file in files if file.is_evaluation])
 
 
 def _page(branches: list[BranchTokens], place: int, first: int, count: int) -> TokenPage:
