@@ -11,7 +11,7 @@ from tailrace.reporting.settings import ObservabilitySettings
 from tailrace.run.folder import RunPaths
 from tailrace.tracing.lag import LoopLagMonitor
 from tailrace.tracing.phases import OTHER, PhaseRecorder
-from tailrace.tracing.traces import TraceWriter, join_trace, remove_parts
+from tailrace.tracing.traces import join_trace, open_trace, remove_parts
 from tailrace.tracing.wall_clock import monotonic_to_unix_ns
 
 ORCHESTRATOR = "orchestrator"
@@ -24,12 +24,8 @@ async def observed_process(
     role: str, paths: RunPaths, settings: ObservabilitySettings
 ) -> AsyncIterator[tuple[PhaseRecorder, LoopLagMonitor]]:
     """Measure phases and the loop's lag of all that is started in here; a stall is logged with its stack and phase."""
-    trace = None
-    if settings.trace_mb:
-        try:
-            trace = TraceWriter(paths.trace_parts, role, max_bytes=int(settings.trace_mb * 1e6))
-        except OSError as error:
-            _logger.warning("there will be no trace of this process: %s", error.strerror)
+    max_bytes = int(settings.trace_mb * 1e6)
+    trace = open_trace(paths.trace_parts, role, max_bytes=max_bytes) if settings.trace_mb else None
     try:
         other = OTHER if role == ORCHESTRATOR else f"{OTHER} ({role})"
         with PhaseRecorder(trace, other=other).recording() as phases:

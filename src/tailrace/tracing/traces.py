@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import heapq
 import itertools
+import logging
 import os
 import socket
 import zlib
@@ -36,6 +37,8 @@ _HELD_NS = 1_000_000_000
 _QUEUED_WRITES = 64
 _AFTER_CUT_LINE = b" \n"
 """Ends a line that an earlier life's end cut short, so that no event ends it: it is left out when parts are joined."""
+
+_logger = logging.getLogger(__name__)
 
 _Span: TypeAlias = tuple[str, str, int, int, int, Mapping[str, Json] | None]
 """Name, track, lane, began_ns, duration_ns, about."""
@@ -163,6 +166,15 @@ class TraceWriter:
         yield {**about, "name": "thread_name", "args": {"name": f"{track} {lane}"}}
         group = list(self._lanes).index(track) if track in self._lanes else len(self._lanes)
         yield {**about, "name": "thread_sort_index", "args": {"sort_index": group * 10_000 + lane}}
+
+
+def open_trace(folder: Path, process: str, *, max_bytes: int) -> TraceWriter | None:
+    """A process's part of the trace; None, and a warning, where no file can be written there."""
+    try:
+        return TraceWriter(folder, process, max_bytes=max_bytes)
+    except OSError as error:
+        _logger.warning("there will be no trace of this process: %s", error.strerror)
+        return None
 
 
 def join_trace(parts: Path, trace: Path) -> None:

@@ -73,7 +73,7 @@ from tailrace.tracing.lag import LoopLagMonitor
 from tailrace.tracing.log_files import log_to_stderr
 from tailrace.tracing.phases import OTHER, PhaseRecorder, phase
 from tailrace.tracing.stacks import write_stacks_when_asked
-from tailrace.tracing.traces import TraceWriter
+from tailrace.tracing.traces import open_trace
 from tailrace.tracing.watched_tasks import watching_task_factory
 
 _BEAT_S = 0.5
@@ -182,12 +182,8 @@ class AgentWorkerProcess:
 
     @contextlib.contextmanager
     def _recording(self, hello: Hello) -> Iterator[PhaseRecorder]:
-        trace = None
-        if hello.trace_folder:
-            try:
-                trace = TraceWriter(Path(hello.trace_folder), hello.name, max_bytes=hello.trace_bytes)
-            except OSError as error:
-                _logger.warning("there will be no trace of this process: %s", error.strerror)
+        folder, max_bytes = hello.trace_folder, hello.trace_bytes
+        trace = open_trace(Path(folder), hello.name, max_bytes=max_bytes) if folder else None
         try:
             with PhaseRecorder(trace, other=f"{OTHER} ({hello.name})").recording() as phases:
                 turns = BlameMark(self._stacks, phases.clock())
