@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import TypeAlias
 
 import jinja2
 
+from tailrace.output_files import replace_durably
 from tailrace.reporting.charts import Chart, Line, line_chart, reward_chart, reward_png
 from tailrace.reporting.conversations import conversation, pretty, readable
 from tailrace.reporting.formats import NOTHING, clock, compact, num_bytes, seconds, share
@@ -68,15 +68,9 @@ def write_report(run_folder: Path, views_of: ViewsOf | None = None) -> None:
     run = read_run_folder(run_folder)
     rewards = (run.series("reward/mean"), run.series("reward/std"))
     views = None if views_of is None else views_of(run_folder, run.rollouts)
-    _replace(run_folder / REPORT_FILE, _page(run, reward_chart(*rewards), views).encode("utf-8", "replace"))
+    replace_durably(run_folder / REPORT_FILE, _page(run, reward_chart(*rewards), views).encode("utf-8", "replace"))
     if (picture := reward_png(*rewards, f"{readable(run.name)}: reward")) is not None:
-        _replace(run_folder / REWARD_FILE, picture)
-
-
-def _replace(path: Path, data: bytes) -> None:
-    temporary = path.with_name(path.name + ".part")
-    temporary.write_bytes(data)
-    os.replace(temporary, path)
+        replace_durably(run_folder / REWARD_FILE, picture)
 
 
 def _page(run: RunFolder, reward: Chart | None, views: Views | None) -> str:

@@ -14,6 +14,7 @@ from tailrace.cancelling import cancelled
 from tailrace.environments import EnvironmentSpec
 from tailrace.generation.holding import HoldingGenerate
 from tailrace.rollouts import LoadedEnvironment, Rollouter, RolloutSettings
+from tailrace.rollouts.attribution import leaves_of
 from tailrace.scheduling import SchedulerSetup, StreamScheduler, TaskSource, TaskStream, Verdict
 from tailrace.simulation.environment import ENVIRONMENT, Disturbance, modelled_environment
 from tailrace.simulation.fleet import ModelledFleet
@@ -240,7 +241,9 @@ class Simulation:
         try:
             await asyncio.wait({work, ended}, return_when=asyncio.FIRST_COMPLETED)
             if work.done():
-                raise _first_leaf(work.exception())
+                failure = work.exception()
+                assert failure is not None  # it has no other end
+                raise next(leaves_of(failure)) if isinstance(failure, Exception) else failure
             totals = self._totals()
         finally:
             await cancelled(ended)
@@ -345,11 +348,3 @@ def _rollouter(plan: SimulationPlan, spec: EnvironmentSpec, generate: HoldingGen
 
 def _fleet(plan: SimulationPlan, lengths: LengthSource, restart_s: float) -> ModelledFleet:
     return ModelledFleet(plan.engines, plan.trainer, lengths, max_staleness=plan.max_staleness, restart_s=restart_s)
-
-
-def _first_leaf(error: BaseException | None) -> BaseException:
-    """The first exception inside nested groups."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    assert error is not None
-    return error
