@@ -26,6 +26,7 @@ from tests.run.runs import TINY, environment
         (["trian", "quickstart"], "there is no command 'trian'; did you mean 'train'?"),
         (["train", "quikstart"], "did you mean 'quickstart'?"),
         (["train", "nowhere.toml"], "cannot read the settings file nowhere.toml"),
+        (["train", "no\x1b[2Jwhere.toml"], r"cannot read the settings file no\x1b[2Jwhere.toml"),
         (["train", "quickstart", "extra"], "unexpected argument 'extra'"),
         (
             ["train", "quickstart", "--dry-run", "--environment.args.max_name", "3"],

@@ -15,7 +15,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from tailrace.records import TaskId
 from tailrace.reporting import live
+from tailrace.reporting.conversations import conversation_lines
 from tailrace.reporting.curves import Curve
 from tailrace.reporting.live import LiveView, QuietLines, progress_line, wants_live_view
 from tailrace.reporting.live_rendering import run_screen
@@ -106,6 +108,15 @@ def test_a_conversation_is_cut_to_the_rows_that_are_left() -> None:
     assert "\u202e" not in text
 
 
+def test_roles_and_names_of_tasks_do_not_steer_the_terminal() -> None:
+    rollout = a_rollout(38, 0, 0.75, [a_message("a\x1b[2J\ntool", "84")]).rollout
+    rollout.task = replace(rollout.task, task_id=TaskId("sort/\x1b[2J\u202e"))
+    assert [*conversation_lines(rollout)] == [
+        r"sort/\x1b[2J\u202e: reward 0.750",
+        r"  a\x1b[2J ⏎ tool  84",
+    ]
+
+
 def test_of_a_long_conversation_only_what_fits_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     looked_at: Counter[str] = Counter()
 
@@ -113,11 +124,11 @@ def test_of_a_long_conversation_only_what_fits_is_looked_at(monkeypatch: pytest.
         looked_at[character] += 1
         return "Ll"
 
-    said = [a_message("assistant", "word " * 1200) for _ in range(200)]
+    said = [a_message("assistant", "слово " * 1200) for _ in range(200)]
     view = replace(a_view(), sample=a_rollout(38, 0, 0.75, said).rollout)
     monkeypatch.setattr(unicodedata, "category", category)
-    assert "word word" in text_of(view, 160, 50)
-    assert looked_at.total() < 50 * 160
+    assert "слово слово" in text_of(view, 160, 50)
+    assert 600 < looked_at.total() < 50 * 160
 
 
 @pytest.mark.parametrize("width", [80, 160, 200])
@@ -356,6 +367,18 @@ def test_a_message_that_cannot_be_written_is_shown_and_fails_nobody(
     assert recent is not None
     assert recent.lines[-1].endswith("  step 1")
     assert "KeyError: 'no text'" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("terminal", [Terminal.LINES, Terminal.LIVE])
+def test_what_a_model_wrote_into_a_message_does_not_steer_the_terminal(
+    terminal: Terminal, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with logging_as_it_was():
+        recent = setup_logging("orchestrator", tmp_path, terminal)
+        logging.getLogger("tailrace.run").warning("a rollout failed: %s", "é\t\x1b[2J\x9b\u202e\r")
+    shown = capsys.readouterr().err if recent is None else "".join(recent.lines)
+    assert shown.removesuffix("\n").endswith("a rollout failed: é\t" + r"\x1b[2J\x9b\u202e\x0d")
+    assert "a rollout failed: é\t\x1b[2J\x9b\u202e" in (tmp_path / "orchestrator.log").read_text()
 
 
 def test_the_log_level_is_of_the_file_alone(tmp_path: Path) -> None:

@@ -85,6 +85,11 @@ def test_a_run_that_did_nothing_has_a_summary_too() -> None:
     assert "failed: the trainer left" in summary_text(summary)
 
 
+def test_why_a_run_ended_does_not_steer_the_terminal() -> None:
+    summary = RunSummary(name="x", status=RunStatus.FAILED, reason="the latest: \x1b[2J\u202e")
+    assert r"failed: the latest: \x1b[2J\u202e" in summary_text(summary)
+
+
 def test_a_file_that_is_no_summary_is_named(tmp_path: Path) -> None:
     assert read_summary(tmp_path) is None
     (tmp_path / "summary.json").write_text("{}")

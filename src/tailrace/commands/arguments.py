@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from tailrace.errors import SettingsError
+from tailrace.visible_text import visible
 
 ResultT = TypeVar("ResultT")
 
@@ -46,8 +47,8 @@ def show_progress(text: str) -> None:
 
 
 def show_error(text: str) -> None:
-    """What ends the command with a status that is not 0, on standard error."""
-    Console(stderr=True).print(f"[bold red]error[/] {escape(text)}", soft_wrap=True, highlight=False)
+    """What ends the command with a status that is not 0, on standard error: perhaps a text of users' code."""
+    Console(stderr=True).print(f"[bold red]error[/] {escape(visible(text))}", soft_wrap=True, highlight=False)
 
 
 def terminal_columns() -> int | None:

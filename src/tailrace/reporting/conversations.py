@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import unicodedata
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -11,6 +10,7 @@ import msgspec
 from tailrace.records import Json, Outcome, Rollout
 from tailrace.reporting.formats import NOTHING, seconds
 from tailrace.reporting.run_folder import ChosenRollout
+from tailrace.visible_text import visible
 
 _MESSAGE_CHARACTERS = 6_000
 _MESSAGES = 40
@@ -57,12 +57,16 @@ def conversation_lines(rollout: Rollout) -> Iterator[str]:
     Each is made when it is asked for: a screen has room for few of them.
     """
     reward = NOTHING if rollout.reward is None else f"{rollout.reward.value:.3f}"
-    yield f"{rollout.task.task_id}: reward {reward}"
+    yield f"{_one_line(readable(rollout.task.task_id))}: reward {reward}"
     for message in rollout.messages:
         bubble = _bubble(dict(message), _TERMINAL_CHARACTERS)
         calls = [f"{name}({arguments})" for name, arguments in bubble.tool_calls]
-        said = _LINE_BREAK.join(filter(None, [bubble.reasoning, bubble.text, *calls])).replace("\n", _LINE_BREAK)
-        yield f"  {bubble.role:9}  {said[:_TERMINAL_CHARACTERS]}{'…' * (len(said) > _TERMINAL_CHARACTERS)}"
+        said = _one_line("\n".join(filter(None, [bubble.reasoning, bubble.text, *calls])))
+        yield f"  {_one_line(bubble.role):9}  {said[:_TERMINAL_CHARACTERS]}{'…' * (len(said) > _TERMINAL_CHARACTERS)}"
+
+
+def _one_line(text: str) -> str:
+    return text.replace("\n", _LINE_BREAK)
 
 
 def message_text(message: dict[str, Json]) -> str:
@@ -99,7 +103,7 @@ def _bubble(message: dict[str, Json], most: int = _MESSAGE_CHARACTERS) -> Bubble
     """Of each of its parts `most` characters."""
     calls = message.get("tool_calls")
     return Bubble(
-        role=str(message.get("role", "")),
+        role=readable(message.get("role"), most),
         text=readable(message.get("content"), most),
         reasoning=readable(message.get("reasoning_content"), most),
         tool_calls=[_tool_call(call, most) for call in calls] if isinstance(calls, list) else [],
@@ -117,19 +121,8 @@ def _tool_call(call: Json, most: int) -> tuple[str, str]:
 def readable(value: Json, most: int = _MESSAGE_CHARACTERS) -> str:
     """Text for the page: control characters made visible, very long texts cut, saying how much was left out."""
     text = "" if value is None else str(value)
-    cut = text[:most]
-    shown = "".join(character if _is_printable(character) else _escape(character) for character in cut)
-    rest = len(text) - len(cut)
-    return shown + (f"\n… and {rest:,} more characters" if rest else "")
-
-
-def _is_printable(character: str) -> bool:
-    return character in "\n\t" or unicodedata.category(character) not in ("Cc", "Cs", "Cf") or character == "\u200d"
-
-
-def _escape(character: str) -> str:
-    code = ord(character)
-    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
+    rest = len(text) - most
+    return visible(text[:most]) + (f"\n… and {rest:,} more characters" if rest > 0 else "")
 
 
 def _short_json(value: Json, most: int) -> str:

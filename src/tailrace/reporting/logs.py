@@ -13,6 +13,7 @@ from pathlib import Path
 from typing_extensions import override
 
 from tailrace.tracing.log_files import LogFile, StderrHandler
+from tailrace.visible_text import visible
 
 _FILE_FORMAT = "%(asctime)s.%(msecs)03d %(levelname)-7s %(name)s: %(message)s"
 _LINE_FORMAT = "%(asctime)s  %(message)s"
@@ -66,8 +67,8 @@ class RecentLines(_LineHandler):
 
     @override
     def keep(self, text: str) -> None:
-        """The first line of the message."""
-        self._lines.append(text.partition("\n")[0])
+        """The first line of the message, its controls written out: users' code and models write into messages."""
+        self._lines.append(visible(text.partition("\n")[0]))
 
 
 class _FileHandler(_LineHandler):

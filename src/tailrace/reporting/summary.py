@@ -15,6 +15,7 @@ from tailrace.output_files import replace_durably
 from tailrace.records import RunStatus, TerminalState
 from tailrace.reporting.formats import clock, compact, num_bytes, plural, seconds, share
 from tailrace.scheduling import Ledger
+from tailrace.visible_text import visible
 
 SUMMARY_FILE = "summary.json"
 _LEAST_COLUMNS = 16
@@ -189,13 +190,16 @@ def summed_up_s(run_folder: Path) -> float:
 
 
 def summary_text(summary: RunSummary, width: int | None = None) -> str:
-    """The end of a run in a few lines, for a terminal of so many columns: between words it goes on below."""
+    """The end of a run in a few lines, for a terminal of so many columns: between words it goes on below.
+
+    Controls are written out: why a run ended may be a text of users' code.
+    """
     labelled = summary_lines(summary)
     margin = max(len(label) for label, _ in labelled) + 4
     lines = []
     for label, text in labelled:
         columns = None if width is None else max(_LEAST_COLUMNS, width - margin)
-        first, *more = _broken(text, columns)
+        first, *more = _broken(visible(text), columns)
         lines += [f"  {label}".ljust(margin) + first, *(" " * margin + line for line in more)]
     return "\n".join(lines)
 

@@ -115,7 +115,7 @@ def trial_text(trial: Trial, decode: Callable[[Sequence[int]], str], *, tokens: 
 
 def _group_text(group: TriedGroup, decode: Callable[[Sequence[int]], str], *, tokens: bool) -> str:
     row = readable(msgspec.json.encode(dict(group.task.row), enc_hook=repr).decode())
-    lines = [f"task {group.task.task_id}: {row[:_ROW_CHARACTERS]}{'…' * (len(row) > _ROW_CHARACTERS)}"]
+    lines = [f"task {readable(group.task.task_id)}: {row[:_ROW_CHARACTERS]}{'…' * (len(row) > _ROW_CHARACTERS)}"]
     if group.started:
         prompt = first_prompt(group.started[0])
         lines.append(f"prompt of {len(prompt)} tokens")

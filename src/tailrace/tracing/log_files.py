@@ -17,6 +17,8 @@ from typing import ClassVar, TextIO
 
 from typing_extensions import override
 
+from tailrace.visible_text import visible
+
 _logger = logging.getLogger(__name__)
 
 
@@ -118,10 +120,17 @@ class LogFile:
 
 
 class StderrHandler(logging.StreamHandler[TextIO]):
-    """Lines on standard error, whose own failure (a file on a full disk, a pipe that closed) goes unsaid."""
+    """Lines on standard error, whose own failure (a file on a full disk, a pipe that closed) goes unsaid.
+
+    Controls are written out: what a model or users' code wrote into a message must not steer the terminal.
+    """
 
     def __init__(self) -> None:
         super().__init__(sys.stderr)
+
+    @override
+    def format(self, record: logging.LogRecord) -> str:
+        return visible(super().format(record))
 
     @override
     def handleError(self, record: logging.LogRecord) -> None:

@@ -1,0 +1,27 @@
+"""Text of models, tasks and users' code, without what a terminal would obey and a page would not show."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+
+_UNUSUAL = re.compile(r"[^\n\t -~]")
+
+
+def visible(text: str) -> str:
+    """Its controls, marks of formatting and halves of characters written out.
+
+    Ends of lines and tabs stay, and so does what joins emoji.
+
+    >>> visible("a\\x1b[2Jb\\r\\n\\u202ec é 中")
+    'a\\\\x1b[2Jb\\\\x0d\\n\\\\u202ec é 中'
+    """
+    return _UNUSUAL.sub(_shown, text)
+
+
+def _shown(found: re.Match[str]) -> str:
+    character = found[0]
+    if character == "\u200d" or unicodedata.category(character) not in ("Cc", "Cs", "Cf"):
+        return character
+    code = ord(character)
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
