@@ -167,6 +167,7 @@ def _summary(name: str, steps: int) -> RunSummary:
         reward_best=0.95,
         tokens_generated=420_000,
         tokens_trained=398_000,
+        generation_tokens_per_s=3_800.0,
         training_tokens_per_s=3_600.0,
         length_ratio=0.984,
         wasted_tokens=9_400,

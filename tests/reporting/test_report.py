@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 
 from tailrace.errors import DataError
+from tailrace.records import RunStatus
 from tailrace.reporting.metric_docs import metrics_page
 from tailrace.reporting.metrics import metric_spec
 from tailrace.reporting.report import write_report
 from tailrace.reporting.rollout_records import encode_line, rollout_record
 from tailrace.reporting.run_folder import choose_rollouts, read_run_folder
 from tailrace.reporting.sinks import read_jsonl, rollouts_path
+from tailrace.reporting.summary import RunSummary, write_summary
 from tests.reporting.example_run import HOSTILE, a_message, a_rollout, write_example_run
 from tests.support.long_runs import METRICS, STEPS, write_long_metrics
 from tests.support.memory_peaks import at_most_at_once
@@ -151,6 +153,31 @@ def test_a_run_whose_lag_or_phases_are_all_zero_has_a_report_without_a_warning(
     write_report(tmp_path)
     assert "Event-loop lag" in Page(tmp_path / "report.html").shown
     assert [str(one.message) for one in recwarn] == []
+
+
+def test_rates_and_staleness_are_of_the_whole_run_and_what_its_summary_says(tmp_path: Path) -> None:
+    """As many tokens in ten times the time weigh as much."""
+    steps = [
+        {"wall_s": 10.0, "generation/tokens_per_s": 100.0, "batch/loss_tokens": 900, "staleness/mean": 0.0},
+        {"wall_s": 11.0, "generation/tokens_per_s": 1000.0, "batch/loss_tokens": 100, "staleness/mean": 1.0},
+        {"wall_s": 11.0, "policy/skipped_steps": 1.0, "batch/loss_tokens": 500, "staleness/mean": 4.0},
+    ]
+    tokens = (1000, 1000, 0)
+    lines = [
+        {"step": step, "rollout/generated_tokens": count, **line}
+        for step, (count, line) in enumerate(zip(tokens, steps, strict=True), 1)
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_report(tmp_path)
+    shown = Page(tmp_path / "report.html").shown
+    assert "Generated182tokens/s, mean" in shown
+    assert "Staleness0.10at most" in shown
+    figures = RunSummary(name="a", status=RunStatus.FINISHED, generation_tokens_per_s=190.0, staleness_mean=0.25)
+    write_summary(tmp_path, figures)
+    write_report(tmp_path)
+    shown = Page(tmp_path / "report.html").shown
+    assert "Generated190tokens/s, mean" in shown
+    assert "Staleness0.25at most" in shown
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:

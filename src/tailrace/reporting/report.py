@@ -105,18 +105,19 @@ def _status(summary: RunSummary | None) -> str:
 def _tiles(run: RunFolder) -> list[Tile]:
     summary = run.summary
     reward, version = run.series("reward/mean"), run.series("policy/version")
-    generated, trained = run.series("generation/tokens_per_s"), run.series("training/tokens_per_s")
-    stale_mean, stale_max = run.series("staleness/mean"), run.series("staleness/max")
+    trained, stalest = run.series("training/tokens_per_s"), run.series("staleness/max")
     steps = len(reward.steps) if summary is None else summary.steps
     newest = reward.last if summary is None or summary.reward_last is None else summary.reward_last
     tiles = [
         Tile("Reward", _fixed(newest), f"from {_fixed(reward.values[0])}" if reward.values else ""),
         *_held_out_tiles(summary),
         Tile("Steps", compact(steps), f"policy version {compact(version.last or 0)}"),
-        Tile("Generated", _average(generated.values), "tokens/s, mean"),
-        Tile("Trained", _average(trained.values), "tokens/s of compute"),
+        Tile("Generated", _or_nothing(_generated_per_s(run), compact), "tokens/s, mean"),
+        Tile("Trained", _or_nothing(_mean(trained.values), compact), "tokens/s of compute"),
         Tile(
-            "Staleness", _average(stale_mean.values, 2), f"at most {compact(max(stale_max.values, default=0))} versions"
+            "Staleness",
+            _or_nothing(_mean_staleness(run), "{:.2f}".format),
+            f"at most {compact(max(stalest.values, default=0))} versions",
         ),
     ]
     if summary is not None and summary.length_ratio is not None:
@@ -124,6 +125,29 @@ def _tiles(run: RunFolder) -> list[Tile]:
     if summary is not None and summary.peak_rss_bytes:
         tiles.append(Tile("Memory", num_bytes(sum(summary.peak_rss_bytes.values())), "peak, all processes"))
     return [tile for tile in tiles if tile.value != NOTHING]
+
+
+def _generated_per_s(run: RunFolder) -> float | None:
+    """Over the run, as its summary says; without one, up to its newest line."""
+    if run.summary is not None:
+        return run.summary.generation_tokens_per_s
+    tokens, wall_s = sum(run.series("rollout/generated_tokens").values), run.series("wall_s").last
+    return tokens / wall_s if tokens and wall_s else None
+
+
+def _mean_staleness(run: RunFolder) -> float | None:
+    """Over the tokens that bore loss, as its summary says; without one, of its lines."""
+    if run.summary is not None:
+        return run.summary.staleness_mean
+    loss_tokens, is_skipped = _by_step(run, "batch/loss_tokens"), _by_step(run, "policy/skipped_steps")
+    means = {step: mean for step, mean in _by_step(run, "staleness/mean").items() if not is_skipped.get(step)}
+    tokens = sum(loss_tokens.get(step, 0.0) for step in means)
+    return sum(mean * loss_tokens.get(step, 0.0) for step, mean in means.items()) / tokens if tokens else None
+
+
+def _by_step(run: RunFolder, name: str) -> dict[float, float]:
+    series = run.series(name)
+    return dict(zip(series.steps, series.values, strict=True))
 
 
 def _held_out_tiles(summary: RunSummary | None) -> list[Tile]:
@@ -140,14 +164,15 @@ def _held_out_tiles(summary: RunSummary | None) -> list[Tile]:
 
 
 def _fixed(value: float | None) -> str:
-    return NOTHING if value is None else f"{value:.3f}"
+    return _or_nothing(value, "{:.3f}".format)
 
 
-def _average(values: Sequence[float], digits: int = 0) -> str:
-    if not values:
-        return NOTHING
-    mean = sum(values) / len(values)
-    return f"{mean:.{digits}f}" if digits else compact(mean)
+def _or_nothing(value: float | None, show: Callable[[float], str]) -> str:
+    return NOTHING if value is None else show(value)
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
 
 
 def _short(value: float) -> str:
