@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -9,11 +10,12 @@ import pytest
 
 from tailrace.errors import DataError
 from tailrace.records import RunStatus
+from tailrace.reporting.charts import Line, line_chart
 from tailrace.reporting.metric_docs import metrics_page
 from tailrace.reporting.metrics import metric_spec
 from tailrace.reporting.report import write_report
 from tailrace.reporting.rollout_records import encode_line, rollout_record
-from tailrace.reporting.run_folder import choose_rollouts, read_run_folder
+from tailrace.reporting.run_folder import Series, choose_rollouts, read_run_folder
 from tailrace.reporting.sinks import read_jsonl, rollouts_path
 from tailrace.reporting.summary import RunSummary, write_summary
 from tests.reporting.example_run import HOSTILE, a_message, a_rollout, write_example_run
@@ -178,6 +180,18 @@ def test_rates_and_staleness_are_of_the_whole_run_and_what_its_summary_says(tmp_
     shown = Page(tmp_path / "report.html").shown
     assert "Generated190tokens/s, mean" in shown
     assert "Staleness0.25at most" in shown
+
+
+def test_lines_beyond_the_colours_are_drawn_in_another_stroke() -> None:
+    chart = line_chart("Reward by environment", "", [Line(f"{n}", Series((1, 2), (0.1 * n, 0.2))) for n in range(7)])
+    assert chart is not None
+    assert [(entry.label, entry.css_class) for entry in chart.legend] == [
+        *((f"{n}", f"series-{n + 1} stroke-0") for n in range(5)),
+        *((f"{n + 5}", f"series-{n + 1} stroke-1") for n in range(2)),
+    ]
+    drawn = re.findall(r"<path [^>]*stroke: var\(--series-(\d)\)[^>]*>", chart.svg)
+    dashed = re.findall(r"<path [^>]*stroke-dasharray[^>]*stroke: var\(--series-(\d)\)[^>]*>", chart.svg)
+    assert (drawn, dashed) == (["1", "2", "3", "4", "5", "1", "2"], ["1", "2"])
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:

@@ -42,6 +42,9 @@ _CSS_VARIABLES = {
     **{colour: f"var(--series-{index})" for index, colour in enumerate(_PAGE.series, start=1)},
 }
 
+_STROKES = (("-", "o"), ("--", "s"), (":", "^"), ("-.", "D"))
+"""Strokes of lines, and marks of those of a single point: the next one where each colour was had once more."""
+
 _REACH = 4
 """Steps on either side that the smoothed reward averages over."""
 
@@ -56,7 +59,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class LegendEntry:
-    """What a line's colour means, and its newest value."""
+    """What a line's colour and stroke mean, and its newest value."""
 
     label: str
     css_class: str
@@ -83,16 +86,30 @@ def line_chart(
         return None
     with _style(_PAGE):
         figure, axes = _figure(4.9, 2.1)
-        for colour, line in zip(_PAGE.series, drawn, strict=False):
-            marker = "o" if len(line.series.values) == 1 else ""
-            axes.plot(line.series.steps, line.series.values, color=colour, linewidth=1.6, marker=marker, markersize=3)
+        for place, line in enumerate(drawn):
+            stroke, point = _STROKES[_stroke_of(place)]
+            axes.plot(
+                line.series.steps,
+                line.series.values,
+                color=_PAGE.series[place % len(_PAGE.series)],
+                linestyle=stroke,
+                linewidth=1.6,
+                marker=point if len(line.series.values) == 1 else "",
+                markersize=3,
+            )
         has_positive = any(value > 0 for line in drawn for value in line.series.values)
         _finish(axes, _PAGE, show, logarithmic=logarithmic and has_positive)
         svg = _svg(figure, title)
-    legend = [
-        LegendEntry(line.label, f"series-{index}", show(line.series.values[-1])) for index, line in enumerate(drawn, 1)
-    ][: len(_PAGE.series)]
+    legend = [LegendEntry(line.label, _css(place), show(line.series.values[-1])) for place, line in enumerate(drawn)]
     return Chart(title, unit, svg, legend)
+
+
+def _stroke_of(place: int) -> int:
+    return place // len(_PAGE.series) % len(_STROKES)
+
+
+def _css(place: int) -> str:
+    return f"series-{1 + place % len(_PAGE.series)} stroke-{_stroke_of(place)}"
 
 
 def reward_chart(reward: Series, spread: Series) -> Chart | None:
