@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -18,12 +19,12 @@ class Tail:
     """Whole lines of one file, each once. A line that has no end yet is left for later.
 
     Where the file is replaced or gets shorter (a resumed run takes back what it will do again), it starts over, and
-    `generation` counts that.
+    `generation` counts that, from a number of its own on: a page may go on with one reader where it began with another.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.generation = 0
+        self.generation = random.getrandbits(32)
         self._inode = -1
         self._first = b""
         """What it began with when its first line was read."""
