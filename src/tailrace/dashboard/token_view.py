@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from tailrace.dashboard.rollout_files import StepFiles
 from tailrace.records import common_prefix
 from tailrace.reporting.tokens import BranchTokens, exported_steps, read_rollout, token_files
+from tailrace.reporting.tokens.files import Moment, files_of
 
 PAGE_TOKENS = 20_000
 """At most."""
@@ -68,7 +69,10 @@ class TokenPage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenReader:
-    """Keeps the rollout that was asked for last: a page is a part of it. From any thread."""
+    """Keeps the rollout that was asked for last, for as long as its files stay: a page is a part of it.
+
+    From any thread.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -88,7 +92,7 @@ class TokenReader:
     ) -> TokenPage | None:
         """None where no tokens of it were written. Raises `DataError` for a file that is broken."""
         with self._lock:
-            key = (folder, rollout_id, step, is_evaluation)
+            key = (folder, rollout_id, files_of(folder, Moment(step, is_evaluation)))
             if key != self._key:
                 self._branches = read_rollout(
                     folder, rollout_id, step=step, is_evaluation=is_evaluation, max_tokens=_MOST_TOKENS

@@ -50,6 +50,7 @@ class FoundFile(NamedTuple):
     is_part: bool
     """It was not whole when it was looked at."""
     num_bytes: int
+    modified_ns: int
 
 
 def token_files(run_folder: Path) -> list[TokenFile]:
@@ -67,9 +68,14 @@ def exported_steps(run_folder: Path) -> list[int]:
 
 def exported_files(run_folder: Path, step: int) -> list[Path]:
     """What the trainer's ranks exported of a step; in Parquet where there are two forms of it."""
-    found = [one for one in files_in(run_folder / TOKENS_FOLDER) if one.is_export and not one.is_part]
-    paths = sorted(one.path for one in found if one.moment == Moment(step))
+    paths = [one.path for one in files_of(run_folder, Moment(step)) if one.is_export]
     return [path for path in paths if path.suffix == ".parquet" or path.with_suffix(".parquet") not in paths]
+
+
+def files_of(run_folder: Path, moment: Moment) -> tuple[FoundFile, ...]:
+    """What is whole of a moment, exports too, by name: equal for as long as the same is to be read."""
+    found = files_in(run_folder / TOKENS_FOLDER)
+    return tuple(sorted(one for one in found if one.moment == moment and not one.is_part))
 
 
 def files_in(folder: Path) -> list[FoundFile]:
@@ -82,8 +88,11 @@ def files_in(folder: Path) -> list[FoundFile]:
             name = _NAME.fullmatch(entry.name)
             with suppress(FileNotFoundError):
                 if name is not None:
-                    moment, size = Moment(int(name[2]), name[1] == "evaluation"), entry.stat().st_size
-                    found.append(FoundFile(Path(entry.path), moment, bool(name[3]), bool(name[5]), size))
+                    moment, about = Moment(int(name[2]), name[1] == "evaluation"), entry.stat()
+                    is_export, is_part = bool(name[3]), bool(name[5])
+                    found.append(
+                        FoundFile(Path(entry.path), moment, is_export, is_part, about.st_size, about.st_mtime_ns)
+                    )
     return found
 
 
