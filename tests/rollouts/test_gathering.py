@@ -379,7 +379,7 @@ class TestFailedScores:
         )
 
     def test_raise_ends_everything(self) -> None:
-        with pytest.raises(ErrorBudgetSpent, match=r"groups' scores failed.*score_errors.*the judge is down"):
+        with pytest.raises(ErrorBudgetSpent, match=r"groups' scores failed, which score_errors .*the judge is down"):
             self.gather(ErrorBudget(on_error="raise"), tailrace.GroupCounts())
 
     def test_drop_leaves_the_group_out(self) -> None:

@@ -102,7 +102,7 @@ async def test_a_spent_error_budget_ends_the_run_and_says_so(tmp_path: Path) -> 
         judged = ("--environment.judge.url", serving.url, "--environment.judge.retries", "0")
         summary = await run_inline(tmp_path, *judged, "--max_steps", "1", "--rollouts.score_errors.max_count", "3")
     assert (summary.status, summary.exit_code) == (RunStatus.FAILED, 1)
-    assert "groups' scores failed, which score_errors does not allow (max_count = 3)" in summary.reason
+    assert "groups' scores failed, which rollouts.score_errors does not allow (max_count = 3)" in summary.reason
     assert "answered 503" in summary.reason
 
 

@@ -95,7 +95,9 @@ class Rollouter:
             )
         self._judges: dict[str, RelativeJudge] = {}
         self._failures = ErrorTally(settings.rollout_errors, "rollouts", "rollouts.rollout_errors")
-        self._scorer = Scorer(concurrency=settings.score_concurrency, errors=settings.score_errors)
+        self._scorer = Scorer(
+            concurrency=settings.score_concurrency, errors=settings.score_errors, setting="rollouts.score_errors"
+        )
         self._evaluation_seed: int | None = None
         self._greedy = False
         self._scored_alone = set[str]()

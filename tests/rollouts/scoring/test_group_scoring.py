@@ -96,7 +96,9 @@ async def test_failed_rollouts_and_failed_rewards_have_budgets_of_their_own(rend
                 await run(rollouts, unchecked)
         with pytest.raises(EnvironmentFailed, match="the sandbox is gone"):
             await run(rollouts, sandboxed)
-        with pytest.raises(ErrorBudgetSpent, match=r"3 of 3 rewards failed.*max_count = 2") as scores:
+        with pytest.raises(
+            ErrorBudgetSpent, match=r"3 of 3 rewards failed.*rollouts.score_errors.*max_count = 2"
+        ) as scores:
             await run(rollouts, unchecked)
         with pytest.raises(ErrorBudgetSpent, match=r"2 of 5 rollouts failed.*rollouts.rollout_errors.*max_count = 1"):
             await run(rollouts, sandboxed)

@@ -39,8 +39,13 @@ class Scorer:
     Failed rewards and failed groups are counted apart, so that a working reward does not hide a judge that is down.
     """
 
-    def __init__(self, *, concurrency: int | None = None, errors: ErrorBudget = RAISE) -> None:
-        """At most `concurrency` groups are scored at once; None or 0: as many as there are."""
+    def __init__(
+        self, *, concurrency: int | None = None, errors: ErrorBudget = RAISE, setting: str = "score_errors"
+    ) -> None:
+        """At most `concurrency` groups are scored at once; None or 0: as many as there are. `setting` is what people
+        know the budget of `errors` by.
+        """
+        self._setting = setting
         self._count_by(errors)
         self._keeps_unscored = errors.on_error == "keep_unscored"
         self._slots: AbstractAsyncContextManager[object] = (
@@ -48,8 +53,8 @@ class Scorer:
         )
 
     def _count_by(self, errors: ErrorBudget) -> None:
-        self._rewards = ErrorTally(errors, "rewards", "score_errors")
-        self._groups = ErrorTally(errors, "groups' scores", "score_errors")
+        self._rewards = ErrorTally(errors, "rewards", self._setting)
+        self._groups = ErrorTally(errors, "groups' scores", self._setting)
 
     def without_limits(self) -> Scorer:
         """One with the same places whose failures end nothing, and are not counted here."""
