@@ -27,6 +27,7 @@ from tests.support.loaded import loaded
 from tests.support.scripted_generate import ScriptedGenerate
 
 TASKS = [{"word": f"word {number}"} for number in range(4)]
+needs_ipv6 = pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6 that takes IPv4's connections")
 
 
 def outside(name: str = "shop", *, lease_s: float = 60.0, **more: Any) -> EnvironmentSpec:
@@ -136,9 +137,10 @@ async def test_a_client_claims_plays_and_rewards_a_rollout(renderer: ChatRendere
         assert run.gateway.offers.held == 0
 
 
-async def test_a_client_on_another_machine_is_told_addresses_of_this_one(renderer: ChatRenderer) -> None:
+@pytest.mark.parametrize("host", ["0.0.0.0", pytest.param("::", marks=needs_ipv6)])
+async def test_a_client_on_another_machine_is_told_addresses_of_this_one(renderer: ChatRenderer, host: str) -> None:
     """`localhost` stands for a name that only the client knows."""
-    async with offering(renderer, outside(), host="0.0.0.0") as run:
+    async with offering(renderer, outside(), host=host) as run:
         running = await run.begin()
         address = urlsplit(run.gateway.root_url)
         assert run.gateway.public_url == f"http://{socket.gethostname()}:{address.port}"

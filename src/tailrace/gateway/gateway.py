@@ -31,8 +31,7 @@ if TYPE_CHECKING:
 
 CLOSE_S = 5.0
 """Seconds in which requests that still run may end when the gateway is closed."""
-_EVERYWHERE = "0.0.0.0"
-_LOOPBACK = {_EVERYWHERE: "127.0.0.1", "::": "[::1]"}
+_LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}
 
 
 class Gateway(Endpoints):
@@ -79,9 +78,9 @@ class Gateway(Endpoints):
     @property
     def public_url(self) -> str:
         """The same with this machine's name, for other machines, where it listens at all of its addresses."""
-        if self.settings.host != _EVERYWHERE:
+        if not self.settings.is_everywhere:
             return self._root_url
-        return self._root_url.replace(_LOOPBACK[_EVERYWHERE], socket.gethostname())
+        return self._root_url.replace(_LOOPBACK[self.settings.host], socket.gethostname())
 
     @override
     def entry(self, worker: int) -> EndpointsEntry:
@@ -173,8 +172,9 @@ def make_gateway(made_of: str) -> Gateway:
 
 def _listener(settings: GatewaySettings) -> socket.socket:
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    is_dual = settings.host == "::" and socket.has_dualstack_ipv6()  # a machine's name may mean its IPv4 address alone
     try:
-        return socket.create_server((settings.host, settings.port), family=family, backlog=4096)
+        return socket.create_server((settings.host, settings.port), family=family, backlog=4096, dualstack_ipv6=is_dual)
     except OSError as error:
         raise SettingsError(
             f"gateway.host = {settings.host!r}, gateway.port = {settings.port}: cannot listen there "
