@@ -282,7 +282,7 @@ async def test_a_retry_gets_the_first_answer_and_samples_nothing(
     streams: bool,
     is_over: bool,
 ) -> None:
-    monkeypatch.setattr("tailrace.gateway.turns.RETRY_S", 60.0)  # however slow the machine is
+    monkeypatch.setattr("tailrace.gateway.turns.SPARE_S", 60.0)  # however slow the machine is
     async with served(renderer, ["Ada", "Bob"], stepwise=True) as talk:
         asking = asyncio.create_task(post(talk, asks(stream=streams), **headers[0]))
         await talk.generate.until(begun=1)
@@ -314,7 +314,7 @@ async def test_a_retry_of_one_of_several_equal_requests_is_not_given_the_answer_
 async def test_a_retry_of_the_one_of_several_equal_requests_whose_connection_broke_gets_its_answer(
     renderer: ChatRenderer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tailrace.gateway.turns.RETRY_S", 60.0)  # however slow the machine is
+    monkeypatch.setattr("tailrace.gateway.turns.SPARE_S", 60.0)  # however slow the machine is
     async with served(renderer, ["Ada", "Bob"], stepwise=True) as talk:
         talk.generate.allow(len(renderer.tokenizer.encode("Ada")) + 1)
         await post(talk, asks(), **FIRST)
@@ -328,6 +328,28 @@ async def test_a_retry_of_the_one_of_several_equal_requests_whose_connection_bro
         answer = (await post(talk, asks(), **AGAIN)).json()
     assert answer["choices"][0]["message"]["content"] == "Bob"
     assert talk.generate.begun == 2
+
+
+@pytest.mark.parametrize("keyed", [False, True])
+async def test_a_retry_finds_its_turn_however_many_were_asked_for_since(
+    renderer: ChatRenderer, monkeypatch: pytest.MonkeyPatch, keyed: bool
+) -> None:
+    monkeypatch.setattr("tailrace.gateway.turns.SPARE_S", 60.0)  # however slow the machine is
+    async with served(renderer, stepwise=True, max_turns=10) as talk:
+        keys = [{"idempotency-key": str(number)} if keyed else {} for number in range(9)]
+        asking = []
+        for number, key in enumerate(keys):
+            asking.append(asyncio.create_task(post(talk, asks(f"{number}?"), **FIRST, **key)))
+            await talk.generate.until(begun=number + 1)
+        asking[0].cancel()
+        asking.append(asyncio.create_task(post(talk, asks("0?"), **AGAIN, **keys[0])))
+        async with asyncio.timeout(30):
+            while not talk.gateway.tally.retries and talk.generate.begun == 9:  # noqa: ASYNC110 - a count has no event
+                await asyncio.sleep(0.01)
+        talk.generate.allow(99)
+        answers = await asyncio.gather(*asking[1:])
+    assert [answer.status_code for answer in answers] == [200] * 9
+    assert talk.generate.begun == talk.rollout.turns == 9
 
 
 async def test_the_same_request_twice_is_two_turns_unless_it_is_a_retry(renderer: ChatRenderer) -> None:

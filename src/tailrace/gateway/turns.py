@@ -13,7 +13,6 @@ import asyncio
 import logging
 import time
 import uuid
-from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -27,10 +26,13 @@ from tailrace.records import Completion, FinishReason, Reply
 if TYPE_CHECKING:
     from tailrace.gateway.sessions import Session
 
-RETRY_S = 3.0
-"""Seconds in which a client that retries asks again, after its connection broke."""
+_PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0)
+"""How long OpenAI's and Anthropic's clients wait at most after their first attempt, their second one, ...; the last of
+these after all further ones."""
+SPARE_S = 2.5
+"""Seconds beside that pause in which a client that retries asks again, after its connection broke."""
 _REMEMBERED = 8
-"""Turns of a rollout whose answers are kept for a retry."""
+"""Turns of a rollout that have ended and whose answers are kept for a retry."""
 
 _logger = logging.getLogger(__name__)
 
@@ -64,6 +66,8 @@ class Turn:
         self.repeatable, self.attempt = repeatable, repeatable.attempt or 0
         self._session, self._ask = session, ask
         self._clients = 0
+        self._giving_up: asyncio.TimerHandle | None = None
+        """Cancels it, unless a client comes back before."""
         self._waiters: list[asyncio.Future[bool]] = []
         loop = asyncio.get_running_loop()
         self._task = loop.create_task(self._run(), name=f"turn {self.answer_id}", context=session.context.copy())
@@ -88,6 +92,8 @@ class Turn:
     def join(self) -> None:
         """One more client waits for it."""
         self._clients += 1
+        if self._giving_up is not None:
+            self._giving_up.cancel()
 
     def leave(self) -> None:
         """A client does not wait for it any more."""
@@ -95,7 +101,8 @@ class Turn:
         if self._clients or self._task.done():
             return
         if self.repeatable.may_be_retried:
-            self._task.get_loop().call_later(RETRY_S, self._cancel_if_alone)
+            pause_s = _PAUSES_S[min(self.attempt, len(_PAUSES_S) - 1)]
+            self._giving_up = self._task.get_loop().call_later(pause_s + SPARE_S, self._task.cancel)
         else:
             self._task.cancel()
 
@@ -128,10 +135,6 @@ class Turn:
     def on_end(self, call: Callable[[Turn], None]) -> None:
         """Call it once there is an outcome."""
         self._task.add_done_callback(lambda _: call(self))
-
-    def _cancel_if_alone(self) -> None:
-        if not self._clients:
-            self._task.cancel()
 
     async def _run(self) -> None:
         session = self._session
@@ -179,7 +182,10 @@ class Turns:
 
     def __init__(self) -> None:
         self.running: set[Turn] = set()
-        self._remembered: deque[Turn] = deque(maxlen=_REMEMBERED)
+        self._retriable: dict[Turn, None] = {}
+        """In the order in which they began: all that run, and the latest that have ended."""
+        self._over: list[Turn] = []
+        """Those of them that have ended, in the order in which they did."""
 
     def begin(self, session: Session, ask: Ask, repeatable: Repeatable) -> Turn:
         """A turn of its own."""
@@ -188,7 +194,8 @@ class Turns:
         turn.on_end(self.running.discard)
         turn.on_end(lambda _: session.hear())  # until now it was waited for
         if repeatable.may_be_retried:
-            self._remembered.append(turn)
+            self._retriable[turn] = None
+            turn.on_end(self._keep)
         return turn
 
     def retried(self, repeatable: Repeatable) -> Turn | None:
@@ -196,12 +203,7 @@ class Turns:
 
         Raises `RequestInvalid` where its idempotency key is that of another request.
         """
-        if repeatable.idempotency_key is not None:
-            same = [turn for turn in self._remembered if turn.repeatable.idempotency_key == repeatable.idempotency_key]
-            if any(turn.repeatable.body != repeatable.body for turn in same):
-                raise RequestInvalid("this Idempotency-Key was sent with another request", status=422)
-            return next((turn for turn in same if turn.is_worth_joining), None)
-        turn = self._repeated(repeatable)
+        turn = self._repeated(repeatable) if repeatable.idempotency_key is None else self._of_key(repeatable)
         if turn is None or not turn.is_worth_joining:
             return None
         turn.attempt = repeatable.attempt or 0
@@ -218,18 +220,36 @@ class Turns:
             await next(iter(self.running)).changed()
             await asyncio.sleep(0)
 
+    def _keep(self, turn: Turn) -> None:
+        """It has ended, and may be asked for again for a while: the longest where nobody got its answer."""
+        self._over.append(turn)
+        if len(self._over) > _REMEMBERED:
+            useless = (one for one in self._over if not one.is_missed or not one.is_worth_joining)
+            forgotten = next(useless, self._over[0])
+            self._over.remove(forgotten)
+            del self._retriable[forgotten]
+
+    def _of_key(self, repeatable: Repeatable) -> Turn | None:
+        """The turn that a request repeats by its idempotency key. Raises `RequestInvalid` as `retried` does."""
+        same = [turn for turn in self._retriable if turn.repeatable.idempotency_key == repeatable.idempotency_key]
+        if any(turn.repeatable.body != repeatable.body for turn in same):
+            raise RequestInvalid("this Idempotency-Key was sent with another request", status=422)
+        return next((turn for turn in same if turn.is_worth_joining), None)
+
     def _repeated(self, repeatable: Repeatable) -> Turn | None:
         """The turn that a request repeats by its count of attempts.
 
         Agents ask the same several times over, to have several answers: of such turns it is the newest whose answer
         nobody has got, and where all have theirs, another one than these.
         """
+        if not repeatable.attempt:
+            return None
         earlier = [
             turn
-            for turn in self._remembered
+            for turn in self._retriable
             if turn.repeatable.idempotency_key is None
             and turn.repeatable.body == repeatable.body
-            and turn.attempt < (repeatable.attempt or 0)
+            and turn.attempt < repeatable.attempt
         ]
         missed = [turn for turn in earlier if turn.is_missed and turn.is_worth_joining]
         if missed:
