@@ -91,6 +91,27 @@ async def test_parallel_tool_calls_go_out_and_their_results_come_back_on_one_bra
     talk.assert_recorded_as_sampled()
 
 
+async def test_calls_with_numbers_that_json_has_not_are_told_as_the_text_that_is_recorded(
+    renderer_of: Callable[[str], ChatRenderer],
+) -> None:
+    call = '<tool_call>{"name": "add", "arguments": {"a": NaN, "b": 1e999}}</tool_call>'
+    replies = [CALLS + call, "7"]
+    async with served(renderer_of("hermes"), replies, max_tokens=256) as talk, client_of(talk) as client:
+        messages: list[Any] = [user("?")]
+        first: Any = await client.chat.completions.create(model="any", messages=messages, tools=[ADD])
+        told = first.choices[0].message
+        messages.append(told)
+        messages += [{"role": "tool", "tool_call_id": one.id, "content": "5"} for one in told.tool_calls]
+        await client.chat.completions.create(model="any", messages=messages, tools=[ADD])
+    assert told.content == talk.rollout.messages[1]["content"] == call
+    assert [json.loads(one.function.arguments) for one in told.tool_calls] == [
+        one["function"]["arguments"] for one in talk.rollout.messages[1]["tool_calls"]
+    ]
+    assert len(talk.rollout.branches) == 1
+    assert talk.rollout.metrics["malformed_tool_calls"] == 1
+    talk.assert_recorded_as_sampled()
+
+
 @pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize("more", [{}, {"tools": [ADD], "tool_choice": "none"}])
 @pytest.mark.parametrize("model", ["hermes", "qwen3"])

@@ -102,6 +102,18 @@ async def test_calls_that_no_tool_was_offered_for_are_text(hermes: ChatRenderer)
     assert_one_branch(talk)
 
 
+async def test_calls_with_numbers_that_json_has_not_are_told_as_the_text_that_is_recorded(hermes: ChatRenderer) -> None:
+    call = '<tool_call>{"name": "add", "arguments": {"a": [Infinity], "b": NaN}}</tool_call>'
+    async with served(hermes, [call, "7"], max_tokens=256) as talk, client_of(talk) as client:
+        asked: dict[str, Any] = {**asks(), "tools": [ADD]}
+        first = await client.messages.create(**asked)
+        asked["messages"] += [{"role": "assistant", "content": first.content}, user("As JSON, please.")]
+        await client.messages.create(**asked)
+    assert [block.to_dict() for block in first.content] == [{"type": "text", "text": call}]
+    assert talk.rollout.messages[1] == {"role": "assistant", "content": call}
+    assert_one_branch(talk)
+
+
 async def test_a_failed_call_and_what_the_user_says_after_results_are_told(hermes: ChatRenderer) -> None:
     call: Any = {"type": "tool_use", "id": "t1", "name": "add", "input": {"a": 1, "b": 2}}
     result: Any = {"type": "tool_result", "tool_use_id": "t1", "content": "no such tool", "is_error": True}

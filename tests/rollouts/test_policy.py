@@ -456,6 +456,7 @@ CALL = '<tool_call>\n{{"name": "add", "arguments": {{"a": {}}}}}\n</tool_call>'
         '<tool_call>\n{"name": "add"',
         "<tool_call>\n7\n</tool_call>",
         CALL.format(f"[{2**64}]"),
+        *(CALL.format(number) for number in ("NaN", "[-Infinity]", "1e999")),
         CALL.format(r'"\ud83d"'),
         pytest.param(CALL.format("[" * 200 + "]" * 200), id="deep"),
         pytest.param(CALL.format("[" * 1100), id="deeper than Python reads"),

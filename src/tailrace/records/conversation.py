@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any, Literal, NotRequired, Required, TypeAlias, TypedDict
 
 import msgspec
@@ -34,18 +35,21 @@ def is_too_deep(value: Json, deepest: int = DEEPEST) -> bool:
 
 
 def can_be_sent(value: Json) -> bool:
-    """Whether a value can go to another process inside of a message, which has some lists and objects as well.
+    """Whether a value can go to another process inside of a message, which has some lists and objects as well, and to a
+    client as JSON.
 
-    It nests half as deep as a value may at most, and has no integer beyond 64 bits and no half of a character.
+    It nests half as deep as a value may at most, and has no integer beyond 64 bits, no half of a character, and no
+    number that is infinite or none, all of which Python's `json.loads` takes.
 
-    >>> can_be_sent({"id": 2**64 - 1}), can_be_sent({"id": 2**64})
-    (True, False)
+    >>> can_be_sent({"id": 2**64 - 1}), can_be_sent({"id": 2**64}), can_be_sent([float("inf")])
+    (True, False, False)
     """
     if is_too_deep(value, DEEPEST // 2):
         return False
     try:
         _encode(value)
-    except (OverflowError, UnicodeEncodeError):
+        json.dumps(value, allow_nan=False)
+    except (OverflowError, ValueError):  # UnicodeEncodeError is a ValueError
         return False
     return True
 
