@@ -68,6 +68,15 @@ async def test_what_openais_client_is_told_is_what_was_sampled_and_recorded(rend
     talk.assert_recorded_as_sampled()
 
 
+async def test_the_bytes_of_a_token_that_is_part_of_a_character_are_not_told(renderer: ChatRenderer) -> None:
+    async with served(renderer, ["A😀"]) as talk:
+        answer = (await post(talk, asks(logprobs=True))).json()
+    told = [(one["token"], one["bytes"]) for one in answer["choices"][0]["logprobs"]["content"]]
+    assert answer["choices"][0]["message"]["content"] == "A😀"
+    assert (told[0], told[-1]) == (("A", [65]), ("<|im_end|>", list(b"<|im_end|>")))
+    assert [told_bytes for _, told_bytes in told[1:-1]] == [None] * 4
+
+
 async def test_parallel_tool_calls_go_out_and_their_results_come_back_on_one_branch(
     renderer_of: Callable[[str], ChatRenderer],
 ) -> None:

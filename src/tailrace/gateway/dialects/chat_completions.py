@@ -298,8 +298,13 @@ def _logprobs(answer: Answer) -> dict[str, Json]:
     logprobs = answer.reply.completion.logprobs.tolist()
     return {
         "content": [
-            {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
+            {"token": text, "logprob": logprob, "bytes": _bytes(text), "top_logprobs": []}
             for text, logprob in zip(answer.token_texts, logprobs, strict=True)
         ],
         "refusal": None,
     }
+
+
+def _bytes(text: str) -> list[int] | None:
+    """Those of a token; None where its text does not tell them, since it is part of a character."""
+    return None if "\ufffd" in text else list(text.encode())
