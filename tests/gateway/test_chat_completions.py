@@ -27,6 +27,7 @@ ADD: Any = {
         "strict": True,
     },
 }
+CALL = {"type": "function", "id": "c", "function": {"name": "add", "arguments": "{}"}}
 CALLS = (
     '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
     '<tool_call>{"name": "add", "arguments": {"a": 3, "b": 4}}</tool_call>'
@@ -63,6 +64,19 @@ async def test_what_openais_client_is_told_is_what_was_sampled_and_recorded(rend
     assert first.usage is not None
     assert (first.usage.prompt_tokens, first.usage.completion_tokens) == (start, end - start)
     assert second.choices[0].message.content == "Bob"
+    assert len(talk.rollout.branches) == 1
+    assert talk.rollout.metrics.get("rewritten_turns", 0) == 0
+    talk.assert_recorded_as_sampled()
+
+
+async def test_what_follows_a_reply_is_a_further_one(renderer: ChatRenderer) -> None:
+    async with served(renderer, ["Ada", "Bob"]) as talk, client_of(talk) as client:
+        messages: list[Any] = [user("who?")]
+        first = await client.chat.completions.create(model="any", messages=messages)
+        messages.append(first.choices[0].message)
+        second = await client.chat.completions.create(model="any", messages=messages)
+    assert second.choices[0].message.content == "Bob"
+    assert talk.prompt(1).endswith("Ada<|im_end|>\n<|im_start|>assistant\n")
     assert len(talk.rollout.branches) == 1
     assert talk.rollout.metrics.get("rewritten_turns", 0) == 0
     talk.assert_recorded_as_sampled()
@@ -162,11 +176,10 @@ async def test_what_litellm_adds_to_messages_changes_nothing(renderer: ChatRende
 
 
 async def test_names_of_messages_reach_the_policy(renderer_of: Callable[[str], ChatRenderer]) -> None:
-    call = {"type": "function", "id": "c", "function": {"name": "add", "arguments": "{}"}}
     messages: list[Any] = [
         {"role": "system", "content": "Add.", "name": "rules"},
         {"role": "user", "content": "1 + 2?", "name": "Max"},
-        {"role": "assistant", "content": None, "tool_calls": [call], "name": "planner"},
+        {"role": "assistant", "content": None, "tool_calls": [CALL], "name": "planner"},
         {"role": "tool", "tool_call_id": "c", "content": "3", "name": "add"},
         {"role": "user", "content": "So?", "name": ""},
     ]
@@ -550,7 +563,7 @@ async def test_a_seed_and_a_temperature_are_the_requests_own_or_the_runs(rendere
         ({"max_tokens": "many"}, "max_tokens"),
         ({"stop": [""]}, "stop"),
         ({"messages": []}, "messages"),
-        ({"messages": [user("a"), {"role": "assistant", "content": "b"}]}, "messages"),
+        ({"messages": [user("a"), {"role": "assistant", "content": "b", "tool_calls": [CALL]}]}, "messages"),
         ({"messages": [{"role": "wizard", "content": "b"}]}, "messages[0].role"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},

@@ -9,7 +9,7 @@ from tailrace.models.loading import tokenizer_folder
 from tailrace.records import SamplingParams
 from tailrace.rollouts import ChatRenderer
 from tests.support.bundled_models import BUNDLED
-from tests.support.framework_agents import AGENTS, PACKAGES, QUESTION, REPLIES
+from tests.support.framework_agents import ADD, AGENTS, PACKAGES, QUESTION, REPLIES, handed_over
 from tests.support.served_policies import Served, served
 
 LONG = SamplingParams(max_tokens=256)
@@ -39,6 +39,20 @@ async def test_the_example_of_the_agents_sdk_looks_seats_up_and_is_rewarded(bund
     async with served(bundled, [calls, "Karl\nAda"], sampling=LONG) as talk:
         assert await spec.agent(spec.train_task(0), talk.policy) == 1.0
     assert [message["content"] for message in talk.rollout.messages if message["role"] == "tool"] == ["Karl", "Ada"]
+    talk.assert_recorded_as_sampled()
+
+
+@pytest.mark.parametrize(("speaks", "nests"), [("responses", True), ("responses", False), ("chat", True)])
+async def test_an_agent_that_another_hands_over_to_has_a_branch_of_its_own(
+    bundled: ChatRenderer, speaks: str, nests: bool
+) -> None:
+    """It is told a conversation that ends with an assistant's message."""
+    pytest.importorskip("agents")
+    over = 'I ask.<tool_call>{"name": "transfer_to_adder", "arguments": {}}</tool_call>'
+    async with served(bundled, [over, ADD, "It is 7."], sampling=LONG, max_turns=3) as talk:
+        assert await handed_over(talk.endpoint, "What is 3 + 4?", speaks=speaks, nests=nests) == "It is 7."
+    assert [len(branch.completion_spans) for branch in talk.rollout.branches] == [1, 2]
+    assert talk.rollout.messages[-4]["role"] == "assistant"
     talk.assert_recorded_as_sampled()
 
 

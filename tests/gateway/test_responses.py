@@ -95,6 +95,27 @@ async def test_results_may_stand_between_the_calls_of_one_reply(hermes: ChatRend
     assert_one_branch(talk)
 
 
+async def test_a_call_is_of_its_own_reply_and_not_of_a_message_before_it(hermes: ChatRenderer) -> None:
+    """Whatever tells them apart: the id of an earlier answer, or that the message stands for the conversation."""
+    calls = CALLS.removeprefix("Sums.")
+    async with served(hermes, ["I add.", calls, "7", calls, "7"]) as talk, client_of(talk) as client:
+        asked: dict[str, Any] = {"model": "any", "tools": [ADD]}
+        question: Any = {"role": "user", "content": "1 + 2, 3 + 4?"}
+        first = await client.responses.create(input=[question], **asked)
+        for items in ([question, *first.output], [{"role": "assistant", "content": "You add 1 to 2, and 3 to 4."}]):
+            for _ in range(2):
+                response = await client.responses.create(input=items, **asked)
+                items.extend(response.output)
+                items.extend(
+                    {"type": "function_call_output", "call_id": item.call_id, "output": "3"}
+                    for item in response.output
+                    if item.type == "function_call"
+                )
+            assert response.output_text == "7"
+    assert [len(branch.completion_spans) for branch in talk.rollout.branches] == [3, 2]
+    talk.assert_recorded_as_sampled()
+
+
 async def test_calls_that_no_tool_was_offered_for_are_text(hermes: ChatRenderer) -> None:
     async with served(hermes, [CALLS, "7"], max_tokens=256) as talk, client_of(talk) as client:
         items: list[Any] = [{"role": "user", "content": "1 + 2, 3 + 4?"}]
@@ -217,7 +238,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"metadata": "mine"}, "metadata"),
     ({"best_of": 2}, "best_of"),
     ({"input": []}, "input"),
-    ({"input": [{"role": "assistant", "content": "A"}]}, "input"),
+    ({"input": [{"type": "function_call", "call_id": "c", "name": "add", "arguments": "{}"}]}, "input"),
     ({"input": [{"role": "critic", "content": "A"}]}, "input[0].role"),
     ({"input": [{"role": "user", "content": "A", "name": "me"}]}, "input[0].name"),
     ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0].type"),

@@ -108,6 +108,16 @@ async def test_a_reply_handed_back_in_another_form_is_realigned(renderer: ChatRe
     assert talk.rollout.metrics["realigned_turns"] == 1
 
 
+async def test_what_follows_a_reply_may_be_a_further_one_on_its_branch(renderer: ChatRenderer) -> None:
+    talk = Talk(renderer, ["Ada", "Bob"])
+    reply = await talk.policy.chat([user("a")])
+    await talk.policy.chat([user("a"), reply.message])
+    assert talk.prompt(1) == talk.prompt(0) + "Ada<|im_end|>\n<|im_start|>assistant\n"
+    assert talk.rollout.messages == [user("a"), said("Ada"), said("Bob")]
+    assert len(talk.rollout.branches) == 1
+    assert talk.rollout.metrics["realigned_turns"] == talk.rollout.metrics.get("rewritten_turns", 0) == 0
+
+
 async def test_a_reply_handed_back_with_a_name_is_the_same(renderer: ChatRenderer) -> None:
     talk = Talk(renderer, ["Ada"])
     reply = await talk.policy.chat([user("a")])

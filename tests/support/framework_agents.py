@@ -82,6 +82,33 @@ async def _agents_sdk(endpoint: Endpoint, question: str, *, streams: bool) -> st
         return str(run.final_output)
 
 
+async def handed_over(endpoint: Endpoint, question: str, *, speaks: str, nests: bool) -> str:
+    """The Agents SDK, where an agent hands over to the one that has the tool.
+
+    That one is told the conversation as a summary where it `nests`, and otherwise what is left of it without calls.
+    """
+    from agents import (
+        Agent,
+        OpenAIChatCompletionsModel,
+        OpenAIResponsesModel,
+        RunConfig,
+        Runner,
+        function_tool,
+        handoff,
+    )
+    from agents.extensions.handoff_filters import remove_all_tools
+    from openai import AsyncOpenAI
+
+    async with AsyncOpenAI(base_url=endpoint.openai_url, api_key=endpoint.key) as client:
+        kind = OpenAIResponsesModel if speaks == "responses" else OpenAIChatCompletionsModel
+        model = kind("policy", client)
+        adder = Agent(name="adder", instructions=SYSTEM, tools=[function_tool(add)], model=model)
+        over = handoff(adder, input_filter=None if nests else remove_all_tools)
+        first = Agent(name="first", instructions="Hand over to who can.", handoffs=[over], model=model)
+        config = RunConfig(tracing_disabled=True, nest_handoff_history=nests)
+        return str((await Runner.run(first, question, run_config=config)).final_output)
+
+
 async def langgraph(endpoint: Endpoint, question: str) -> str:
     """LangGraph's agent, by chat completions."""
     from langchain_core.tools import tool

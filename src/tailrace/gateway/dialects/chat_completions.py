@@ -20,6 +20,7 @@ from tailrace.gateway.dialects.fields import (
     optional,
     require_known,
     require_messages,
+    require_results,
     shown,
     stop_strings,
     streams_usage,
@@ -84,6 +85,7 @@ class ChatCompletions(ChatDialect):
             for place, one in enumerate(of_type(body.get("messages"), list, "messages"))
         ]
         require_messages(messages, "messages")
+        require_results(messages, "messages")
         streams = optional(body, "stream", bool) or False
         wants_logprobs = optional(body, "logprobs", bool) or False
         if streams and wants_logprobs:

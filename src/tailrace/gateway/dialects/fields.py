@@ -181,14 +181,16 @@ def function_of(tool: Mapping[str, Json], name: str, *, parameters: str = "param
     }
 
 
-def require_messages(messages: Sequence[Message], name: str, *, may_end_with_reply: bool = False) -> None:
-    """Raise `RequestInvalid` for a conversation that nobody can go on with."""
+def require_messages(messages: Sequence[Message], name: str) -> None:
+    """Raise `RequestInvalid` for a conversation without any."""
     if not messages:
         raise RequestInvalid(f"{name} is empty: give one message at least", parameter=name)
-    if messages[-1]["role"] == "assistant" and not may_end_with_reply:
-        raise RequestInvalid(
-            f"{name} ends with an assistant's message: replies cannot be begun for the policy", parameter=name
-        )
+
+
+def require_results(messages: Sequence[Message], name: str) -> None:
+    """Raise `RequestInvalid` for a conversation that ends with calls; what follows any other reply is a further one."""
+    if messages[-1].get("tool_calls"):
+        raise RequestInvalid(f"{name} ends with calls of tools: add their results", parameter=name)
 
 
 _KINDS: dict[type, str] = {

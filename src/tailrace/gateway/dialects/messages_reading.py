@@ -87,7 +87,10 @@ def read_request(body: Mapping[str, Json], *, counts: bool = False) -> MessagesR
         within="output_config",
     )
     messages = [*_system(body.get("system")), *_messages(body.get("messages"))]
-    require_messages(messages, "messages", may_end_with_reply=counts)
+    require_messages(messages, "messages")
+    if messages[-1]["role"] == "assistant" and not counts:
+        why = "messages ends with an assistant's message: replies cannot be begun for the policy"
+        raise RequestInvalid(why, parameter="messages")
     tools, forced = offered(_tools(body), _choice(body))
     shows, omits = _thinking(body)
     max_tokens = whole_number(body, "max_tokens", least=1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tailrace.gateway.dialects.protocol import Answer
-from tailrace.gateway.dialects.responses_reading import ID_PREFIX, ResponsesRequest
+from tailrace.gateway.dialects.responses_reading import ID_PREFIX, MESSAGE_PREFIX, ResponsesRequest
 from tailrace.gateway.dialects.tool_calls import arguments_text
 from tailrace.records import FinishReason, Json, ToolCall
 
@@ -101,7 +101,7 @@ def reasoning_id(answer_id: str) -> str:
 
 def message_id(answer_id: str) -> str:
     """Of an answer's message."""
-    return f"msg_{answer_id}"
+    return f"{MESSAGE_PREFIX}{answer_id}"
 
 
 def call_item_id(answer_id: str, number: int) -> str:

@@ -1,13 +1,15 @@
 """OpenAI's Responses, the request: `input`, `instructions` and tools become messages and tools of the policy.
 
 items of one reply          reasoning, message, function_call ... ─► one message of the assistant
+message of another one      function_call behind it ─► a message of its own
 function_call_output        ─► one message of a tool, behind all calls of the reply
 previous_response_id        ─► the answer that the new items follow; instructions are left behind, as OpenAI does it
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from typing import Literal, cast
 
 from tailrace.gateway.dialects.fields import (
@@ -21,6 +23,7 @@ from tailrace.gateway.dialects.fields import (
     optional,
     require_known,
     require_messages,
+    require_results,
     shown,
     text_of,
     whole_number,
@@ -28,7 +31,7 @@ from tailrace.gateway.dialects.fields import (
 from tailrace.gateway.dialects.forced_calls import offered, openai_choice
 from tailrace.gateway.dialects.json_form import read_form
 from tailrace.gateway.dialects.protocol import ChatRequest, RequestInvalid
-from tailrace.gateway.tool_call_ids import are_of_one_reply
+from tailrace.gateway.tool_call_ids import answer_of, are_of_one_reply
 from tailrace.records import Json, Message, ToolSpec
 
 _READ = frozenset(
@@ -73,7 +76,8 @@ _ITEM = ("type", "id", "status")
 _DIRECT: Neutral = {"caller": (({"type": "direct"},), LEAVE_IT_OUT), "namespace": ((), LEAVE_IT_OUT)}
 _ENCRYPTED = "reasoning.encrypted_content"
 
-ID_PREFIX = "resp_"
+ID_PREFIX, MESSAGE_PREFIX = "resp_", "msg_"
+_OWN_MESSAGE = re.compile(rf"{MESSAGE_PREFIX}([0-9a-f]{{32}})")
 
 Summary = Literal["auto", "detailed"]
 
@@ -95,6 +99,7 @@ def read_request(body: Mapping[str, Json]) -> ResponsesRequest:
     require_known(text, read=("format",), neutral=_TEXT_NEUTRAL, within="text")
     instructions, given = optional(body, "instructions", str), _input(body.get("input"))
     require_messages(given, "input")
+    require_results(given, "input")
     own: list[Message] = [] if instructions is None else [{"role": "system", "content": instructions}]
     tools, tool_choice = _tools(body), body.get("tool_choice") or "auto"
     may_call, forced = offered(tools, openai_choice(tool_choice))
@@ -150,12 +155,15 @@ def _input(given: Json) -> list[Message]:
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
     messages: list[Message] = []
+    before: Mapping[str, Json] = {}
     for name, item in objects(given, "input"):
-        _add_item(item, name, messages)
+        _add_item(item, name, messages, before)
+        before = item
     return messages
 
 
-def _add_item(item: Mapping[str, Json], name: str, messages: list[Message]) -> None:
+def _add_item(item: Mapping[str, Json], name: str, messages: list[Message], before: Mapping[str, Json]) -> None:
+    """Add an item to the messages that the items before it made; `before` is the last one of these."""
     match item.get("type", "message"):
         case "message":
             _add_message(item, name, messages)
@@ -165,7 +173,7 @@ def _add_item(item: Mapping[str, Json], name: str, messages: list[Message]) -> N
             if thoughts := _reasoning(item, name):
                 _open_reply(messages)["reasoning_content"] = thoughts
         case "function_call":
-            _add_call(item, name, messages)
+            _add_call(item, name, messages, before)
         case "function_call_output":
             known = (*_ITEM, "call_id", "output", "name")
             require_known(item, read=known, neutral=_DIRECT, within=name)
@@ -191,10 +199,10 @@ def _add_message(item: Mapping[str, Json], name: str, messages: list[Message]) -
             raise RequestInvalid(f"{name}.role is {shown(role)}; {expected}", parameter=f"{name}.role")
 
 
-def _add_call(item: Mapping[str, Json], name: str, messages: list[Message]) -> None:
+def _add_call(item: Mapping[str, Json], name: str, messages: list[Message], before: Mapping[str, Json]) -> None:
     require_known(item, read=(*_ITEM, "call_id", "name", "arguments"), neutral=_DIRECT, within=name)
     call_id = of_type(item.get("call_id"), str, f"{name}.call_id")
-    _reply_that_calls(call_id, messages).setdefault("tool_calls", []).append(
+    _reply_that_calls(call_id, messages, before).setdefault("tool_calls", []).append(
         {
             "id": call_id,
             "type": "function",
@@ -206,15 +214,31 @@ def _add_call(item: Mapping[str, Json], name: str, messages: list[Message]) -> N
     )
 
 
-def _reply_that_calls(call_id: str, messages: list[Message]) -> Message:
+def _reply_that_calls(call_id: str, messages: list[Message], before: Mapping[str, Json]) -> Message:
     """The reply that a call belongs to: the one before it, also where results of its other calls stand between."""
     reply = next((message for message in reversed(messages) if message["role"] != "tool"), None)
     if reply is None or reply["role"] != "assistant":
         return _open_reply(messages)
-    is_next = reply is messages[-1]
+    is_next = reply is messages[-1] and not _is_of_another(before, call_id, messages[:-1])
     if is_next or any(are_of_one_reply(call_id, call["id"]) for call in reply.get("tool_calls", ())):
         return reply
-    return _open_reply(messages)
+    messages.append({"role": "assistant", "content": ""})
+    return messages[-1]
+
+
+def _is_of_another(item: Mapping[str, Json], call_id: str, earlier: Sequence[Message]) -> bool:
+    """Whether an item is an assistant's message, and none of the policy's reply that makes the call behind it.
+
+    It is another answer's by its id. Without one it may be what a client wrote in place of the conversation so far, as
+    the Agents SDK does where an agent hands over to another: text before which nobody has asked for anything.
+    """
+    item_id, answer = item.get("id"), answer_of(call_id)
+    if item.get("role") != "assistant" or answer is None:
+        return False
+    if isinstance(item_id, str):
+        own = _OWN_MESSAGE.fullmatch(item_id)
+        return own is not None and not own[1].startswith(answer)
+    return isinstance(item["content"], str) and all(message["role"] in ("system", "assistant") for message in earlier)
 
 
 def _open_reply(messages: list[Message]) -> Message:

@@ -102,14 +102,14 @@ class Match:
 def longest_match(
     conversations: Sequence[BranchConversation], messages: Sequence[Message], tools: Sequence[ToolSpec] | None
 ) -> Match | None:
-    """The latest reply, of all branches, up to which `messages` are the same conversation and then continue."""
+    """The latest reply, of all branches, up to which `messages` are the same conversation."""
     best: Match | None = None
     for conversation in conversations:
         if not conversation.turns or (conversation.tools or None) != (tools or None):
             continue
         same, realigned_at = _common(conversation, messages)
         for turn in reversed(conversation.turns):
-            if turn.num_messages <= same and turn.num_messages < len(messages):
+            if turn.num_messages <= same:
                 match = Match(conversation, turn, turn.drifted or turn.num_messages - 1 in realigned_at)
                 if best is None or _rank(match) > _rank(best):
                     best = match
