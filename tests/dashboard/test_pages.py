@@ -17,7 +17,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from tailrace.records import Branch, Completion, FinishReason, Message, RunStatus
+from tailrace.records import Branch, Completion, FinishReason, Message, Reward, RunStatus
+from tailrace.reporting.rollout_records import RolloutEntry
 from tests.dashboard.test_others_files import write_traces
 from tests.support.browsers import Watched, browser, dashboard, watched
 from tests.support.made_runs import MadeRun, write_export
@@ -148,6 +149,51 @@ def test_groups_are_filtered_by_the_histogram_and_searched(site: tuple[str, Path
     page.page.get_by_label("outcome", exact=True).select_option("timeout")
     page.page.get_by_role("button", name="in all steps").click()
     page.page.get_by_text("1 rollouts of this step fit, 7 of other steps").wait_for()
+
+
+class Twelfths(MadeRun):
+    """Rewards of thirds, sixths and the like, which no few digits are equal to."""
+
+    def entries(self, step: int, *, held_out: bool = False) -> list[RolloutEntry]:
+        made = super().entries(step, held_out=held_out)
+        for number, entry in enumerate(made):
+            entry.rollout.reward = Reward(number / len(made))
+        return made
+
+
+def test_every_bar_of_the_histogram_keeps_its_own_rollouts(tmp_path: Path, page: Watched) -> None:
+    run = Twelfths(folder=tmp_path / "run")
+    run.write_steps(1)
+    with dashboard(run.folder) as link:
+        page.open(f"{link}#/run/run/groups?step=1")
+        bars = page.page.locator(".histogram button:not(:disabled)")
+        assert bars.count() == 12
+        for number in range(12):
+            bars.nth(number).click()
+            page.until("document.querySelectorAll('.cell:not(.dim)').length === 1")
+            assert re.search(rf"mean reward\s+{number / 12:.3f}", page.page.locator("dl.facts").inner_text())
+            bars.nth(number).click()
+            page.until("document.querySelectorAll('.cell:not(.dim)').length === 12")
+        page.leave()
+
+
+def test_a_bar_s_range_has_no_reward_of_its_neighbour_s(site: tuple[str, Path], page: Watched) -> None:
+    page.open(site[0])
+    ask = """rewards => import('./grouping.js').then(({ histogram, passes }) => {
+      const rollouts = rewards.map((reward) => ({ reward, completion_tokens: 1 }));
+      const { parts } = histogram(rollouts);
+      return parts.filter(({ count }) => count).map(({ count, range }) =>
+        [count, rollouts.filter((rollout) => passes(rollout, { reward: range })).length]);
+    })"""
+    for rewards in (
+        [0.66666, 0.66667],
+        [2 / 3 - 1e-9, 2 / 3 + 1e-9],
+        [-1 / 3, -0.25, 1e-7, 1e6 / 7],
+        [0.57, 0.29, 1.15],
+    ):
+        kept = page.page.evaluate(ask, rewards)
+        assert sum(count for count, _ in kept) == len(rewards)
+        assert all(count == passing for count, passing in kept), rewards
 
 
 def test_a_text_is_searched_anew_where_another_filter_is_widened(site: tuple[str, Path], page: Watched) -> None:

@@ -1,5 +1,5 @@
 // Rollouts of a file as groups, and how those can be filtered and sorted.
-import { isNumber } from "./format.js";
+import { isNumber, short } from "./format.js";
 
 /** In the order of the file: `{ id, task, environment, rollouts, mean, spread, isFlat, isLeftOut }`, of what the file has of a group. */
 export function groupsOf(rollouts) {
@@ -61,11 +61,22 @@ export const SORTS = {
   change: ["what changed most", (a, b) => Math.abs(b.change ?? 0) - Math.abs(a.change ?? 0) || (b.change === null ? -1 : 0) - (a.change === null ? -1 : 0)],
 };
 
-/** Counts of rewards in `bins` equal parts, from the lowest to the highest. */
+/** Rewards in `bins` equal parts, from the lowest to the highest: `{ count, range }` of each, as `passes` takes ranges. */
 export function histogram(rollouts, bins = 24) {
   const rewards = rollouts.map((rollout) => rollout.reward).filter(isNumber);
   const low = Math.min(0, ...rewards), high = Math.max(1, ...rewards);
-  const counts = new Array(bins).fill(0);
-  for (const reward of rewards) counts[Math.min(bins - 1, Math.floor(((reward - low) / (high - low)) * bins))]++;
-  return { low, high, counts };
+  const parts = Array.from({ length: bins }, () => []), width = (high - low) / bins;
+  for (const reward of rewards) parts[Math.min(bins - 1, Math.floor(((reward - low) / (high - low)) * bins))].push(reward);
+  const rangeOf = (part, i) => (part.length ? rangeAround(part, rewards) : `${short(low + i * width)}..${short(low + (i + 1) * width)}`);
+  return { low, high, parts: parts.map((part, i) => ({ count: part.length, range: rangeOf(part, i) })) };
+}
+
+/** From the lowest to the highest of a part, rounded outwards as far as no other reward comes in: `0.66..0.67`. */
+function rangeAround(part, rewards) {
+  const low = Math.min(...part), high = Math.max(...part);
+  for (let unit = 100; unit <= 1e6; unit *= 10) {
+    const from = Math.floor(low * unit) / unit, until = Math.ceil(high * unit) / unit;
+    if (from <= low && until >= high && rewards.filter((reward) => reward >= from && reward <= until).length === part.length) return `${from}..${until}`;
+  }
+  return `${low}..${high}`;
 }

@@ -126,12 +126,11 @@ export function cellOf(rollout, state, low, high) {
 }
 
 function drawHistogram(target, axis, state, set) {
-  const { low, high, counts } = histogram(state.rollouts);
-  const most = Math.max(1, ...counts), width = (high - low) / counts.length;
-  replace(target, counts.map((count, i) => {
-    const range = `${Number((low + i * width).toPrecision(4))}..${Number((low + (i + 1) * width).toPrecision(4))}`;
+  const { low, high, parts } = histogram(state.rollouts);
+  const most = Math.max(1, ...parts.map(({ count }) => count));
+  replace(target, parts.map(({ count, range }) => {
     const pressed = state.filter.reward === range;
-    return h("button", { title: `${range}: ${count} rollouts`, "aria-label": `Rewards ${range}: ${count} rollouts`, "aria-pressed": String(pressed), onclick: () => set({ reward: pressed ? "" : range }) }, h("i", { style: { height: `${(100 * count) / most}%` } }));
+    return h("button", { disabled: !count, title: `${range}: ${count} rollouts`, "aria-label": `Rewards ${range}: ${count} rollouts`, "aria-pressed": String(pressed), onclick: () => set({ reward: pressed ? "" : range }) }, h("i", { style: { height: `${(100 * count) / most}%` } }));
   }));
   replace(axis, h("span", {}, fixed(low, 2)), h("span", {}, fixed(high, 2)));
 }
