@@ -433,6 +433,41 @@ def test_two_branches_stand_beside_each_other_where_these_two_fork(tmp_path: Pat
         page.leave()
 
 
+def test_a_line_has_points_while_it_is_too_short_to_be_drawn(site: tuple[str, Path], page: Watched) -> None:
+    page.open(site[0])
+    ask = """lengths => import('./charts.js').then(({ Chart }) => {
+      if (!window.chart) {
+        window.chart = new Chart({ title: "made up" });
+        document.body.append(window.chart.element);
+      }
+      const line = (length, label) => ({ label, xs: [1, 2, 3].slice(0, length), ys: [1, null, 2].slice(0, length) });
+      window.chart.update([...lengths.map(line), { ...line(lengths[0], "high"), hidden: true, width: 0 }]);
+      const { plot } = window.chart;
+      return plot.series.slice(1).map((series, at) => Boolean(series.points.show(plot, at + 1)));
+    })"""
+    assert page.page.evaluate(ask, [1, 1]) == [True, True, False]
+    assert page.page.evaluate(ask, [3, 2]) == [False, True, False]
+    assert page.page.evaluate(ask, [3, 3]) == [False, False, False]
+
+
+def test_curves_that_were_opened_at_the_first_step_look_as_those_opened_later(tmp_path: Path, page: Watched) -> None:
+    run = MadeRun(folder=tmp_path / "run", steps=50)
+    run.write_steps(1, rollouts=False)
+    run.own(os.getpid())
+    picture = "document.querySelector('.chart canvas').toDataURL()"
+    with dashboard(run.folder) as link:
+        page.open(f"{link}#/run/run/curves")
+        page.page.wait_for_selector(".chart .u-over")
+        run.write_steps(5, rollouts=False)
+        page.until("[...document.querySelectorAll('.tile')].some(one => one.textContent.startsWith('Steps6'))")
+        grown = page.page.evaluate(picture)
+        page.page.reload()
+        page.see("curves")
+        page.page.wait_for_selector(".chart .u-over")
+        assert page.page.evaluate(picture) == grown
+        page.leave()
+
+
 def test_an_axis_of_nearly_equal_values_has_room_for_ticks(site: tuple[str, Path], page: Watched) -> None:
     page.open(site[0])
     low, high = page.page.evaluate("import('./charts.js').then(({ padded }) => padded(0.2, 0.2 + 3e-17))")

@@ -1,7 +1,7 @@
 // Curves: uPlot in the page's colours, with smoothing, bands and a legend that follows the pointer.
 import uPlot from "./vendor/uPlot.js";
 import { alpha, color, h } from "./dom.js";
-import { clock, compact, short, NOTHING } from "./format.js";
+import { clock, compact, isNumber, short, NOTHING } from "./format.js";
 
 /** What curves can be drawn over, and how places of it are shown. */
 export const AXES = { step: ["step", String], tokens: ["sampled tokens", compact], wall: ["time", clock] };
@@ -36,7 +36,7 @@ export function aligned(lines) {
 }
 
 /**
- * A chart in a panel. `lines` are `{ label, xs, ys, color?, width?, dash?, points?, faint? }`, `bands` `[upper, lower]` places of
+ * A chart in a panel. `lines` are `{ label, xs, ys, color?, width?, dash?, points?, faint?, hidden? }`, `bands` `[upper, lower]` places of
  * lines between which it is filled. `update(lines, bands)` draws other values.
  */
 export class Chart {
@@ -84,7 +84,7 @@ export class Chart {
       axes: [{ ...axis, size: 22, incrs: this.showX === String ? WHOLE : undefined, values: (_, ticks) => ticks.map(this.showX) }, { ...axis, size: 46, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : this.show(tick))) }],
       series: [{}, ...this.lines.map((line, index) => ({
         label: line.label, stroke: line.faint ? alpha(line.color ?? seriesColor(index), 0.25) : line.color ?? seriesColor(index),
-        width: line.width ?? (line.faint ? 1 : 1.6), dash: line.dash, spanGaps: true, points: { show: line.points ?? data[0].length < 2, size: 5 },
+        width: line.width ?? (line.faint ? 1 : 1.6), dash: line.dash, spanGaps: true, points: { show: (plot, at) => !line.hidden && (line.points || isPoint(plot.data[at])), size: 5 },
       }))],
       bands: this.bands.map(([upper, lower, index]) => ({ series: [upper + 1, lower + 1], fill: alpha(this.lines[index]?.color ?? seriesColor(index), 0.14) })),
       hooks: { setCursor: [(plot) => this.showLegend(plot.cursor.idx)] },
@@ -122,6 +122,9 @@ export class Chart {
     this.plot = null;
   }
 }
+
+/** Whether there are too few values for a line. */
+const isPoint = (values) => values.findIndex(isNumber) === values.findLastIndex(isNumber);
 
 const WHOLE = [1, 2, 5].flatMap((one) => [1, 10, 100, 1e3, 1e4, 1e5, 1e6].map((power) => one * power)).sort((a, b) => a - b);
 
