@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import subprocess
@@ -772,6 +773,7 @@ class Answers(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         asked = msgspec.json.decode(self.rfile.read(int(self.headers["content-length"])))
+        self.hear([message["content"] for message in asked["messages"]])
         tokens = [{"token": text, "logprob": -0.5 * at} for at, text in enumerate(("Ida", "\n", EVIL))]
         choice = {
             "message": {"content": "Ida\n" + EVIL},
@@ -783,22 +785,39 @@ class Answers(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(msgspec.json.encode({"choices": [choice]}))
 
+    def hear(self, said: list[str]) -> None:
+        """Before it is answered."""
+
     def log_message(self, *_: object) -> None:
         pass
 
 
-def test_the_running_policy_answers_in_the_view_of_tokens(tmp_path: Path, page: Watched) -> None:
-    run = MadeRun(folder=tmp_path / "live")
+@contextlib.contextmanager
+def answering(folder: Path, answers: type[Answers] = Answers) -> Iterator[str]:
+    """A live run whose policy answers: the link of its dashboard."""
+    run = MadeRun(folder=folder)
     run.write_steps(1)
     run.own(os.getpid())
-    with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as gateway, dashboard(tmp_path / "live") as link:
+    with ThreadingHTTPServer(("127.0.0.1", 0), answers) as gateway, dashboard(folder) as link:
         threading.Thread(target=gateway.serve_forever, daemon=True).start()
         access = {"url": f"http://127.0.0.1:{gateway.server_port}", "key": "claims", "policy_key": "policy's"}
-        (run.folder / "gateway.json").write_bytes(msgspec.json.encode(access))
+        (folder / "gateway.json").write_bytes(msgspec.json.encode(access))
+        try:
+            yield link
+        finally:
+            gateway.shutdown()
+
+
+def send(page: Watched, text: str) -> None:
+    page.page.get_by_label("Message").fill(text)
+    page.page.keyboard.press("Control+Enter")
+
+
+def test_the_running_policy_answers_in_the_view_of_tokens(tmp_path: Path, page: Watched) -> None:
+    with answering(tmp_path / "live") as link:
         page.open(f"{link}#/run/live/chat")
         page.page.get_by_label("temperature").fill("0")
-        page.page.get_by_label("Message").fill("Sort these")
-        page.page.keyboard.press("Control+Enter")
+        send(page, "Sort these")
         page.page.wait_for_selector(".message.assistant .viewport canvas")
         assert page.page.get_by_text("3 tokens · ended by stop").count() == 1
         page.page.locator(".viewport").focus()
@@ -810,7 +829,57 @@ def test_the_running_policy_answers_in_the_view_of_tokens(tmp_path: Path, page: 
         assert EVIL in told
         assert page.page.evaluate("window.evil") is None
         page.leave()
-        gateway.shutdown()
+
+
+def test_a_reply_that_comes_after_its_conversation_is_left_out_of_the_next(tmp_path: Path, page: Watched) -> None:
+    heard: list[list[str]] = []
+    may_answer = threading.Event()
+
+    class Late(Answers):
+        def hear(self, said: list[str]) -> None:
+            heard.append(said)
+            may_answer.wait(60)
+
+    with answering(tmp_path / "live", Late) as link:
+        page.open(f"{link}#/run/live/chat")
+        send(page, "first")
+        page.page.locator(".message.user").wait_for()
+        assert page.page.get_by_label("Message").input_value() == ""
+        page.page.get_by_role("button", name="Begin anew").click()
+        with page.page.expect_response(lambda response: "/chat?" in response.url):
+            may_answer.set()
+        send(page, "second")
+        page.page.locator(".message.assistant").wait_for()
+        assert [one.split("\n")[-1] for one in page.page.locator(".message.user").all_inner_texts()] == ["second"]
+        assert page.page.locator(".message").count() == 2
+        assert heard == [["first"], ["second"]]
+        page.leave()
+
+
+def test_a_message_that_was_not_answered_is_in_its_field_again(tmp_path: Path, chromium: Browser) -> None:
+    with watched(chromium) as page, answering(tmp_path / "live") as link:
+        page.open(f"{link}#/run/live/chat")
+        (tmp_path / "live" / "gateway.json").unlink()
+        send(page, "Sort these")
+        page.page.get_by_text("no running policy answers").wait_for()
+        assert page.page.get_by_label("Message").input_value() == "Sort these"
+        page.leave()
+        assert not [said for said in page.complaints if "status of 404" not in said]
+
+
+def test_a_conversation_stays_where_the_colours_change(tmp_path: Path, page: Watched) -> None:
+    picture = "document.querySelector('.viewport canvas').toDataURL()"
+    with answering(tmp_path / "live") as link:
+        page.open(f"{link}#/run/live/chat")
+        send(page, "Sort these")
+        page.page.wait_for_selector(".message.assistant .viewport canvas")
+        before = page.page.evaluate(picture)
+        page.page.get_by_label("Light or dark").click()
+        page.until(f"before => document.querySelector('.viewport') && {picture} !== before", arg=before)
+        page.page.emulate_media(color_scheme="dark")
+        page.page.wait_for_timeout(100)
+        assert page.page.locator(".message").count() == 2
+        page.leave()
 
 
 def test_an_empty_folder_waits_for_its_first_run(tmp_path: Path, page: Watched) -> None:

@@ -22,6 +22,7 @@ const ABOVE = { group: "groups", rollout: "groups", tokens: "groups" };
 const LIVE_S = 2, QUIET_S = 20;
 
 let leaving = new AbortController();
+let repaint = show; // in other colours
 
 function header(place) {
   const tab = ABOVE[place.view] ?? place.view;
@@ -42,7 +43,7 @@ function toggleTheme() {
   const dark = root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
   root.dataset.theme = dark ? "light" : "dark";
   localStorage.setItem("tailrace-theme", root.dataset.theme);
-  show();
+  repaint();
 }
 
 function help() {
@@ -58,6 +59,7 @@ async function show() {
   leaving.abort();
   leaving = new AbortController();
   const alive = leaving.signal;
+  repaint = show;
   showTip("");
   document.querySelector(".view")?.removeAttribute("data-ready");
   const main = document.getElementById("main");
@@ -76,6 +78,7 @@ async function show() {
     if (alive.aborted) return;
     replace(main, detail && note, target);
     module.shown?.(target, context);
+    if (module.repaint) repaint = () => module.repaint(context);
     target.dataset.ready = "yes";
     if (detail) {
       const follow = async (live) => { if (isLive(detail.row.state) === live) await ask(place, detail, note, alive); };
@@ -126,7 +129,7 @@ document.addEventListener("keydown", (event) => {
 
 addEventListener("hashchange", () => show());
 addEventListener("again", () => show());
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => show());
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => repaint());
 
 // One run alone: there is nothing to choose from.
 if (!location.hash) {

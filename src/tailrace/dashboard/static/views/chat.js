@@ -15,43 +15,56 @@ export async function show(target, context) {
     document.addEventListener("run", () => { if (Object.keys(detail.chats).length) dispatchEvent(new CustomEvent("again")); }, { signal: alive });
     return;
   }
-  const messages = [], log = h("div", {});
+  const log = h("div", {}), replies = (context.replies = []);
+  let messages = []; // of one conversation: the next has a list of its own
   const chosen = h("select", { "aria-label": "Who answers", onchange: () => begin() }, names.map((name) => h("option", { value: name }, name)));
   const about = h("p", { class: "soft" });
   const input = h("textarea", { "aria-label": "Message", placeholder: "A message; Ctrl+Enter sends it" });
   const temperature = h("input", { type: "number", min: 0, max: 2, step: 0.1, value: 1 });
   const limit = h("input", { type: "number", min: 1, max: 4096, step: 1, value: 256 });
   const send = h("button", {}, "Send");
-  const begin = () => { messages.length = 0; log.replaceChildren(); about.textContent = `${ABOUT[chosen.value]} It is at ${detail.chats[chosen.value]}.`; };
+  const forget = () => { for (const canvas of replies.splice(0)) canvas.destroy(); };
+  const begin = () => { messages = []; forget(); log.replaceChildren(); send.disabled = false; about.textContent = `${ABOUT[chosen.value]} It is at ${detail.chats[chosen.value]}.`; };
   const ask = async () => {
-    const text = input.value;
+    const text = input.value, conversation = messages;
     if (!text.trim() || send.disabled) return;
     send.disabled = true;
+    input.value = "";
     messages.push({ role: "user", content: text });
     log.append(h("article", { class: "message user" }, h("div", { class: "role" }, "user"), textBlock(text)));
     try {
-      const reply = await say(run, chosen.value, messages, { temperature: Number(temperature.value), max_tokens: Number(limit.value) });
+      const reply = await say(run, chosen.value, conversation, { temperature: Number(temperature.value), max_tokens: Number(limit.value) });
+      if (conversation !== messages || alive.aborted) return;
       messages.push({ role: "assistant", content: reply.text });
-      input.value = "";
-      answer(log, reply, alive);
+      answer(log, reply, replies);
     } catch (error) {
       if (!(error instanceof Failed)) throw error;
+      if (conversation !== messages) return;
       messages.pop();
+      input.value ||= text;
       log.append(h("div", { class: "error", role: "alert" }, error.message));
     } finally {
-      send.disabled = false;
-      input.focus();
+      if (conversation === messages) {
+        send.disabled = false;
+        input.focus();
+      }
     }
   };
   begin();
+  alive.addEventListener("abort", forget);
   send.addEventListener("click", ask);
   input.addEventListener("keydown", (event) => { if (event.key === "Enter" && event.ctrlKey) ask(); });
   target.append(h("div", { class: "bar" }, h("label", {}, "who answers", chosen)), about, log,
     h("div", { class: "panel pad chat", style: { marginTop: "10px" } }, input, h("div", { class: "bar", style: { margin: "8px 0 0" } }, send, h("label", {}, "temperature", temperature), h("label", {}, "at most", limit, "tokens"), h("button", { class: "plain", onclick: begin }, "Begin anew"))));
 }
 
+/** A conversation is nowhere but in its view, which is not made anew for other colours. */
+export function repaint({ replies = [] }) {
+  for (const canvas of replies) canvas.later();
+}
+
 /** As a rollout's tokens are shown, only as high as it is long. */
-function answer(log, reply, alive) {
+function answer(log, reply, replies) {
   const role = h("div", { class: "role" }, `assistant · ${reply.texts.length} tokens · ended by ${reply.finish_reason}`);
   if (!reply.texts.length) {
     log.append(h("article", { class: "message assistant" }, role, textBlock(reply.text)));
@@ -61,7 +74,7 @@ function answer(log, reply, alive) {
   tokens.append({ texts: reply.texts, logprobs: reply.logprobs, origins: reply.texts.map(() => SAMPLED) });
   const detail = h("aside", { class: "panel pad", "aria-live": "polite", "aria-label": "The token" });
   const canvas = new TokenCanvas(tokens, { onChoose: (at) => drawDetail(detail, tokens, at, { step: 0 }), label: "Reply" });
-  alive.addEventListener("abort", () => canvas.destroy());
+  replies.push(canvas);
   drawDetail(detail, tokens, -1);
   log.append(h("article", { class: "message assistant" }, role, h("div", { class: "tokens" }, h("div", {}, canvas.element), detail)));
   canvas.resize();
