@@ -475,6 +475,23 @@ def test_an_axis_of_nearly_equal_values_has_room_for_ticks(site: tuple[str, Path
     assert (low, high) == pytest.approx((0.18, 0.22))
 
 
+def test_what_nobody_would_see_is_written_out(site: tuple[str, Path], page: Watched) -> None:
+    page.open(site[0])
+    ask = "codes => import('./dom.js').then(({ visible }) => visible(String.fromCodePoint(...codes)))"
+    for code, written in (
+        (0x1B, "\\x1b"),
+        (0xAD, "\\xad"),
+        (0x61C, "\\u061c"),
+        (0x2028, "\\u2028"),
+        (0x202E, "\\u202e"),
+        (0xD800, "\\ud800"),
+        (0xE0041, "\\u{e0041}"),
+    ):
+        assert page.page.evaluate(ask, [0x61, code, 0x62]) == f"a{written}b"
+    for text in ("a\n\tb", "\u0645\u06cc\u200c\u062e", "\U0001f469\u200d\U0001f467", HEBREW):
+        assert page.page.evaluate(ask, [ord(one) for one in text]) == text
+
+
 def test_a_rollout_without_a_reward_is_in_no_range_of_rewards(site: tuple[str, Path], page: Watched) -> None:
     page.open(site[0])
     ask = """reward => import('./grouping.js').then(({ passes }) =>

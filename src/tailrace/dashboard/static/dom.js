@@ -32,14 +32,15 @@ export function typing(target) {
   return () => is;
 }
 
-// Controls, escapes of terminals, marks that turn the direction of what follows, lone surrogates.
-const UNSEEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u200b\u200e\u200f\u202a-\u202e\u2060-\u2069\ufeff]|[\ud800-\udbff](?![\udc00-\udfff])|(?<![\ud800-\udbff])[\udc00-\udfff]/g;
+// Controls, escapes of terminals, marks that turn the direction of what follows, tags, other separators of lines, lone
+// surrogates. What joins letters and emoji, or keeps them apart, is seen by these.
+const UNSEEN = /(?![\n\t\p{Join_Control}])[\p{Cc}\p{Cf}\p{Cs}\p{Zl}\p{Zp}]/gu;
 
 /** A text of a model or a task, with what nobody would see, or what would move the rest about, as an escape. */
 export function visible(text) {
   return text.replace(UNSEEN, (one) => {
-    const code = one.charCodeAt(0);
-    return code < 0x100 ? `\\x${code.toString(16).padStart(2, "0")}` : `\\u${code.toString(16).padStart(4, "0")}`;
+    const code = one.codePointAt(0), digits = code.toString(16);
+    return code < 0x100 ? `\\x${digits.padStart(2, "0")}` : code < 0x10000 ? `\\u${digits.padStart(4, "0")}` : `\\u{${digits}}`;
   });
 }
 
