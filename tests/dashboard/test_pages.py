@@ -310,6 +310,38 @@ def test_runs_are_sorted_filtered_and_chosen(site: tuple[str, Path], page: Watch
     page.until("document.querySelector('.legend').textContent.includes('and 1 more seeds')")
 
 
+_SWATCHES = """rows => Object.fromEntries(rows.filter((row) => row.querySelector(".swatch")).map((row) =>
+  [(row.querySelector("a") ?? row).textContent.trim().split(" ")[0], row.querySelector(".swatch").style.background]))"""
+
+
+def test_a_run_has_the_colour_of_its_curve_where_another_that_was_chosen_is_gone(
+    site: tuple[str, Path], page: Watched
+) -> None:
+    page.open(f"{site[0]}#/?runs=gone,a,b")
+    page.page.wait_for_selector(".legend .swatch")
+    rows = page.page.locator("tbody tr").evaluate_all(_SWATCHES)
+    assert rows == page.page.locator(".legend > span").evaluate_all(_SWATCHES)
+    assert set(rows) == {"a", "b"}
+
+
+def test_the_last_steps_of_a_run_are_in_the_chart_of_all_runs(tmp_path: Path, page: Watched) -> None:
+    run = MadeRun(folder=tmp_path / "run")
+    run.write_steps(3)
+    run.own(os.getpid())
+    page.page.clock.install()
+    with dashboard(tmp_path) as link:
+        page.open(f"{link}#/?smooth=0")
+        page.page.wait_for_selector(".legend .swatch")
+        before = page.page.locator(".legend").inner_text()
+        run.write_steps(1)
+        run.finish()
+        (run.folder / "owner.json").unlink()
+        look_again(page, "/api/runs")
+        assert page.page.locator("tbody .badge").inner_text() == "finished"
+        page.until("before => document.querySelector('.legend').innerText !== before", arg=before)
+        page.leave()
+
+
 def test_a_click_on_the_tab_one_is_in_shows_it_as_it_was_before_anything_was_chosen(
     site: tuple[str, Path], page: Watched
 ) -> None:

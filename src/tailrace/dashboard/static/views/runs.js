@@ -2,7 +2,7 @@
 import { getRuns } from "../api.js";
 import { AXES, Chart, seriesColor, smoothed } from "../charts.js";
 import { CurveStore } from "../curve_store.js";
-import { h, isLive, replace, stateBadge } from "../dom.js";
+import { h, replace, stateBadge } from "../dom.js";
 import { ago, clock, compact, fixed, isNumber } from "../format.js";
 import { amend, to } from "../places.js";
 
@@ -48,13 +48,16 @@ export async function show(target, context) {
     const found = await getRuns(alive);
     if (!about.runs.length && found.runs.length) { location.reload(); return; }
     take(found);
-    if (found.runs.some((run) => isLive(run.state) && state.chosen.has(run.id))) await drawChart(chart, state, alive);
+    if (chosenOf(state).some((run) => !isNewest(state.stores.get(run.id), run))) await drawChart(chart, state, alive);
   });
 }
 
 export function shown(_target, context) {
   context.draw();
 }
+
+/** Those of the chosen that there are: a run's place among them is its colour, in the table and in the chart. */
+const chosenOf = (state) => [...state.chosen].map((id) => state.runs.find((run) => run.id === id)).filter(Boolean);
 
 const columns = (varying) => [
   ["run", (run) => run.id], ["state", (run) => run.state], ["reward", (run) => run.reward ?? -Infinity, "num"], ["held out", (run) => run.held_out ?? -Infinity, "num"],
@@ -76,10 +79,10 @@ function drawTable(target, state, choose) {
   const tags = state.runs.some((run) => run.tags.length);
   const heading = ([name, , kind]) => h("th", { class: kind, scope: "col", "aria-sort": sortName === name ? (backwards ? "descending" : "ascending") : null },
     h("button", { "data-key": `sort ${name}`, onclick: () => { state.sort = sortName === name && !backwards ? `-${name}` : name; amend({ sort: state.sort }); drawTable(target, state, choose); } }, name, sortName === name ? (backwards ? " ↓" : " ↑") : ""));
-  const chosen = [...state.chosen];
+  const chosen = chosenOf(state);
   const made = h("div", {}, h("table", {}, h("thead", {}, h("tr", {}, h("th", { "aria-label": "Chosen" }), all.map(heading), tags && h("th", {}, "tags"))),
     h("tbody", {}, rows.map((run) => {
-      const place = chosen.indexOf(run.id);
+      const place = chosen.indexOf(run);
       return h("tr", {},
         h("td", {}, h("input", { type: "checkbox", checked: place >= 0, "aria-label": `Show the curve of ${run.id}`, onchange: (event) => choose(run.id, event.target.checked) })),
         h("td", {}, place >= 0 && h("i", { class: "swatch", style: { background: seriesColor(place), marginRight: "6px" } }), h("a", { "data-key": `open ${run.id}`, href: to(run.id, "curves") }, run.id)),
@@ -96,18 +99,20 @@ function drawTable(target, state, choose) {
   if (!target.firstChild?.isEqualNode(made)) replace(target, made);
 }
 
+/** Whether a curve was asked for since its run changed last. */
+const isNewest = (store, run) => store?.changed_s === run.changed_s;
+
 async function drawChart(chart, state, alive) {
-  const wanted = [...state.chosen].filter((id) => state.runs.some((run) => run.id === id));
-  await Promise.all(wanted.map(async (id) => {
-    const known = state.stores.get(id);
-    const store = known?.names.includes(state.metric) ? known : new CurveStore(id, [state.metric, "rollout/generated_tokens"]);
-    const run = state.runs.find((one) => one.id === id);
-    if (store.count === 0 || isLive(run.state)) await store.update(alive).catch(() => {});
-    state.stores.set(id, store);
+  const wanted = chosenOf(state);
+  await Promise.all(wanted.map(async (run) => {
+    const known = state.stores.get(run.id);
+    const store = known?.names.includes(state.metric) ? known : new CurveStore(run.id, [state.metric, "rollout/generated_tokens"]);
+    state.stores.set(run.id, store);
+    if (!isNewest(store, run)) await store.update(alive).then(() => { store.changed_s = run.changed_s; }, () => {});
   }));
   if (alive.aborted) return;
   chart.showX = AXES[state.axis][1];
-  const curves = wanted.map((id, index) => {
+  const curves = wanted.map(({ id, family }, index) => {
     const store = state.stores.get(id);
     return { id, family: state.runs.find((run) => run.id === id).family, color: seriesColor(index), ...points(store.xs(state.axis), store.values(state.metric)) };
   }).filter((curve) => curve.xs.length);
