@@ -717,6 +717,77 @@ def test_a_step_that_was_chosen_stays_while_its_run_goes_on(tmp_path: Path, page
         page.leave()
 
 
+@pytest.mark.parametrize("place", ["", "#/run/live/curves"])
+def test_a_page_whose_server_is_gone_does_not_say_that_a_run_goes_on(
+    tmp_path: Path, chromium: Browser, place: str
+) -> None:
+    run = MadeRun(folder=tmp_path / "live", steps=50)
+    run.write_steps(3)
+    run.own(os.getpid())
+    MadeRun(folder=tmp_path / "other").write_all()
+    with watched(chromium) as page:
+        page.page.clock.install()
+        with dashboard(tmp_path) as link:
+            page.open(link + place)
+            page.page.wait_for_selector(".badge.live")
+        page.page.clock.run_for(2_500)
+        page.page.get_by_text("the server does not answer").wait_for()
+        assert page.page.locator(".badge.live").count() == 0
+        badges = page.page.locator("tbody .badge, #state .badge").all_inner_texts()
+        assert sorted(badges) == (["not known"] if place else ["finished", "not known"])
+        assert not [said for said in page.complaints if "Failed to load resource" not in said]
+
+
+def test_a_page_whose_run_s_folder_is_gone_says_so_until_it_is_there_again(tmp_path: Path, chromium: Browser) -> None:
+    run = MadeRun(folder=tmp_path / "runs" / "live", steps=50)
+    run.write_steps(3)
+    run.own(os.getpid())
+    state = "document.querySelector('#state').textContent"
+    with watched(chromium) as page, dashboard(tmp_path / "runs") as link:
+        page.page.clock.install()
+        page.open(f"{link}#/run/live/events")
+        assert page.page.evaluate(state) == "running"
+        run.folder.rename(tmp_path / "elsewhere")
+        page.page.clock.run_for(2_500)
+        page.page.get_by_text("there is no run 'live'").wait_for()
+        assert page.page.evaluate(state) == "not known"
+        (tmp_path / "elsewhere").rename(run.folder)
+        page.page.clock.run_for(2_500)
+        page.until(f"{state} === 'running'")
+        assert page.page.get_by_text("there is no run 'live'").count() == 0
+        page.leave()
+        assert not [said for said in page.complaints if "status of 404" not in said]
+
+
+def test_a_page_goes_on_asking_after_an_answer_that_was_cut(tmp_path: Path, chromium: Browser) -> None:
+    run = MadeRun(folder=tmp_path / "runs" / "run")
+    run.write_steps(2)
+    cut = tmp_path / "cut"
+    cut_while_it_is_there = f"""
+import pathlib, tailrace.dashboard.application as pages
+whole = pages._json
+def shorter(value, status=200):
+    answer = whole(value, status)
+    if pathlib.Path({str(cut)!r}).exists():
+        answer.headers["content-length"] = str(len(answer.body) + 1)
+    return answer
+pages._json = shorter
+"""
+    with watched(chromium) as page, dashboard(tmp_path / "runs", first=cut_while_it_is_there) as link:
+        page.page.clock.install()
+        page.open(link)
+        cut.touch()
+        page.page.clock.run_for(2_500)
+        page.page.get_by_text("the server does not answer").wait_for()
+        cut.unlink()
+        run.write_steps(1)
+        page.page.clock.run_for(2_500)
+        page.until("document.querySelector('tbody td:nth-child(6)').textContent === '3'")
+        assert page.page.get_by_text("the server does not answer").count() == 0
+        page.leave()
+        assert not [said for said in page.complaints if "CONTENT_LENGTH_MISMATCH" not in said]
+
+
 @pytest.mark.parametrize("view", ["curves", "groups", "phases"])
 def test_an_open_page_notices_that_its_run_is_resumed(tmp_path: Path, page: Watched, view: str) -> None:
     run = MadeRun(folder=tmp_path / "run", steps=50)

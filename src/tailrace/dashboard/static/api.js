@@ -3,15 +3,14 @@
 export class Failed extends Error {}
 
 async function ask(path, options) {
-  let response;
+  let response, text, body;
   try {
     response = await fetch(path, { credentials: "same-origin", ...options });
+    text = await response.text();
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new Failed("the server does not answer: is `tailrace ui` still running?");
+    throw new Failed("the server does not answer: has `tailrace ui` ended, or the run that the page was beside?");
   }
-  const text = await response.text();
-  let body;
   try {
     body = JSON.parse(text);
   } catch {
@@ -41,18 +40,16 @@ export function every(seconds, alive, call) {
   let timer = 0, busy = false;
   const tick = async () => {
     clearTimeout(timer);
-    if (alive.aborted || busy) return;
-    if (!document.hidden) {
-      busy = true;
-      try {
-        await call();
-      } catch (error) {
-        if (error.name !== "AbortError" && !(error instanceof Failed)) throw error;
-      } finally {
-        busy = false;
-      }
+    if (alive.aborted || busy || document.hidden) return;
+    busy = true;
+    try {
+      await call();
+    } catch (error) {
+      if (error.name !== "AbortError" && !(error instanceof Failed)) throw error;
+    } finally {
+      busy = false;
+      if (!alive.aborted && !document.hidden) timer = setTimeout(tick, seconds * 1000);
     }
-    if (!alive.aborted && !document.hidden) timer = setTimeout(tick, seconds * 1000);
   };
   const seen = () => { if (!document.hidden) tick(); };
   document.addEventListener("visibilitychange", seen);

@@ -72,7 +72,11 @@ export const isLive = (state) => state === "running" || state === "read";
 
 export const stateClass = (state) => BADGES[state] ?? "";
 
-export const stateBadge = (state) => h("span", { class: `badge ${stateClass(state)}` }, state);
+/** Whether a run goes on is not known while nobody tells. */
+export function stateBadge(state, isLost = false) {
+  const known = isLost && isLive(state) ? "not known" : state;
+  return h("span", { class: `badge ${stateClass(known)}` }, known);
+}
 
 /** In place of what is made of a run's trace, where it has none and will have none; null where it may. */
 export const untraced = ({ is_traced, row }) => (is_traced ? null : h("div", { class: "panel empty" }, row.state === "read" ? "This is another library's file, which has no trace." : "This run writes no trace (observability.trace_mb is 0)."));

@@ -1,5 +1,5 @@
 // The frame around the views: which one is shown, its tabs, the colours, the keys.
-import { getRuns, ofRun, every } from "./api.js";
+import { Failed, getRuns, ofRun, every } from "./api.js";
 import { h, isLive, isOurs, replace, showTip, stateBadge } from "./dom.js";
 import { here, to, go } from "./places.js";
 
@@ -71,7 +71,7 @@ async function show() {
     if (!load) throw new Error(`there is no view ${place.view}`);
     const [module, detail] = await Promise.all([load(), place.run === undefined ? null : ofRun(place.run, "", {}, alive)]);
     if (alive.aborted) return;
-    const note = h("p", { class: "soft small", style: { overflowWrap: "anywhere" } });
+    const note = h("p", { role: "status", style: { overflowWrap: "anywhere" } });
     if (detail) tell(detail, note);
     const context = { run: place.run, detail, parameters: place.parameters, alive, every: (seconds, call) => every(seconds, alive, call), whileLive: (seconds, call) => whileLive(seconds, detail, alive, call) };
     await module.show(target, context);
@@ -93,15 +93,23 @@ async function show() {
 }
 
 async function ask(place, detail, note, alive) {
-  Object.assign(detail, await ofRun(place.run, "", {}, alive));
+  try {
+    Object.assign(detail, await ofRun(place.run, "", {}, alive));
+  } catch (error) {
+    if (!(error instanceof Failed)) throw error;
+    tell(detail, note, error.message);
+    return;
+  }
   tell(detail, note);
   document.dispatchEvent(new CustomEvent("run", { detail }));
 }
 
-function tell(detail, note) {
-  replace(document.getElementById("state"), stateBadge(detail.row.state));
-  note.textContent = detail.note;
-  note.hidden = !detail.note;
+/** `lost` says why there was no answer, until there is one. */
+function tell(detail, note, lost = "") {
+  replace(document.getElementById("state"), stateBadge(detail.row.state, lost !== ""));
+  note.textContent = lost || detail.note;
+  note.className = lost ? "error" : "soft small";
+  note.hidden = !note.textContent;
 }
 
 /** Calls again and again while the run goes on, and once after its end. */

@@ -69,7 +69,7 @@ function drawTiles(target, store, detail) {
     tile("Reward", reward !== null && fixed(reward), `from ${fixed(store.first("reward/mean"))}`),
     heldOut.length > 0 && tile("Held out", heldOut.join(" · "), "newest evaluation"),
     tile("Steps", compact(steps), row.max_steps ? `of ${compact(row.max_steps)}` : ""),
-    tile("Time", clock(store.last("wall_s") ?? 0), row.state),
+    tile("Time", clock(store.last("wall_s") ?? 0)),
     store.last("generation/tokens_per_s") !== null && tile("Generated", compact(store.last("generation/tokens_per_s")), "tokens/s"),
     store.last("staleness/mean") !== null && tile("Staleness", fixed(store.last("staleness/mean"), 2), `at most ${store.last("staleness/max")}`),
     store.last("group/zero_spread_share") !== null && tile("Without spread", percent(store.last("group/zero_spread_share")), "of groups"),

@@ -1,5 +1,5 @@
 // All runs: a table, and the curves of those that are chosen over each other.
-import { getRuns } from "../api.js";
+import { Failed, getRuns } from "../api.js";
 import { AXES, Chart, seriesColor, smoothed } from "../charts.js";
 import { CurveStore } from "../curve_store.js";
 import { h, replace, stateBadge } from "../dom.js";
@@ -15,9 +15,10 @@ export async function show(target, context) {
   const state = {
     runs: [], stores: new Map(), metric: parameters.metric ?? "reward/mean", axis: parameters.x in AXES ? parameters.x : "step", smooth: Number(parameters.smooth ?? 0.6), seeds: parameters.seeds === "1",
     chosen: parameters.runs === undefined ? null : new Set(parameters.runs.split(",").filter(Boolean)), sort: parameters.sort ?? "", filter: parameters.filter ?? "",
+    isLost: false, // the newest look at them had no answer
   };
   const about = await getRuns(alive);
-  const table = h("div", { class: "panel scroll" });
+  const table = h("div", { class: "panel scroll" }), note = h("p", { class: "error", role: "status", hidden: true });
   const chart = new Chart({ title: "Curves of the chosen runs", wide: true, height: 260 });
   alive.addEventListener("abort", () => chart.destroy());
   const redraw = () => drawTable(table, state, choose);
@@ -27,7 +28,9 @@ export async function show(target, context) {
     redraw();
     await drawChart(chart, state, alive);
   };
+  const tell = (lost) => { state.isLost = lost !== ""; note.textContent = lost; note.hidden = !lost; };
   const take = (found) => {
+    tell("");
     state.runs = found.runs;
     state.chosen ??= new Set(found.runs.filter((run) => run.steps > 0).slice(0, CHOSEN_AT_FIRST).map((run) => run.id));
     redraw();
@@ -39,13 +42,21 @@ export async function show(target, context) {
     h("label", {}, "over", h("select", { "aria-label": "Axis", onchange: (event) => metricChanged({ axis: event.target.value }) }, Object.entries(AXES).map(([value, [text]]) => h("option", { value, selected: value === state.axis }, text)))),
     h("label", {}, "smoothing", h("input", { type: "range", min: 0, max: 0.98, step: 0.02, value: state.smooth, "aria-label": "Smoothing", oninput: (event) => metricChanged({ smooth: Number(event.target.value) }) })),
     h("label", {}, h("input", { type: "checkbox", checked: state.seeds, onchange: (event) => metricChanged({ seeds: event.target.checked }) }), "one band for the seeds of a setting"));
-  target.append(h("div", { class: "bar" }, h("h1", {}, about.is_one ? "The run" : `Runs in ${about.place}`), h("span", { class: "faint small" }, `tailrace ${about.version}`)), controls);
+  target.append(h("div", { class: "bar" }, h("h1", {}, about.is_one ? "The run" : `Runs in ${about.place}`), h("span", { class: "faint small" }, `tailrace ${about.version}`)), note, controls);
   if (about.runs.length) target.append(h("div", { class: "charts", style: { marginBottom: "12px" } }, chart.element), table);
   else target.append(h("div", { class: "panel empty" }, h("p", {}, `There is no run in ${about.place} yet.`), h("p", {}, h("code", {}, "tailrace train quickstart"), " makes one; it appears here by itself.")));
   take(about);
   context.draw = () => drawChart(chart, state, alive);
   context.every(2, async () => {
-    const found = await getRuns(alive);
+    let found;
+    try {
+      found = await getRuns(alive);
+    } catch (error) {
+      if (!(error instanceof Failed)) throw error;
+      tell(error.message);
+      redraw();
+      return;
+    }
     if (!about.runs.length && found.runs.length) { location.reload(); return; }
     take(found);
     if (chosenOf(state).some((run) => !isNewest(state.stores.get(run.id), run))) await drawChart(chart, state, alive);
@@ -86,7 +97,7 @@ function drawTable(target, state, choose) {
       return h("tr", {},
         h("td", {}, h("input", { type: "checkbox", checked: place >= 0, "aria-label": `Show the curve of ${run.id}`, onchange: (event) => choose(run.id, event.target.checked) })),
         h("td", {}, place >= 0 && h("i", { class: "swatch", style: { background: seriesColor(place), marginRight: "6px" } }), h("a", { "data-key": `open ${run.id}`, href: to(run.id, "curves") }, run.id)),
-        h("td", { title: run.reason }, stateBadge(run.state)),
+        h("td", { title: run.reason }, stateBadge(run.state, state.isLost)),
         h("td", { class: "num" }, fixed(run.reward), isNumber(run.reward_first) && h("span", { class: "faint small" }, ` from ${fixed(run.reward_first, 2)}`)),
         h("td", { class: "num" }, fixed(run.held_out)),
         h("td", { class: "num" }, compact(run.steps), run.max_steps && h("span", { class: "progress", title: `of ${run.max_steps}` }, h("i", { style: { width: `${Math.min(100, (100 * run.steps) / run.max_steps)}%` } }))),
@@ -114,7 +125,7 @@ async function drawChart(chart, state, alive) {
   chart.showX = AXES[state.axis][1];
   const curves = wanted.map(({ id, family }, index) => {
     const store = state.stores.get(id);
-    return { id, family: state.runs.find((run) => run.id === id).family, color: seriesColor(index), ...points(store.xs(state.axis), store.values(state.metric)) };
+    return { id, family, color: seriesColor(index), ...points(store.xs(state.axis), store.values(state.metric)) };
   }).filter((curve) => curve.xs.length);
   chart.update(...(state.seeds ? bandsOf(curves, state.smooth) : linesOf(curves, state.smooth)));
 }
