@@ -6,12 +6,14 @@ import re
 import unicodedata
 
 _UNUSUAL = re.compile(r"[^\n\t -~]")
+_JOINS = "\u200c\u200d"
+"""Which spelling needs, and emoji."""
 
 
 def visible(text: str) -> str:
     """Its controls, marks of formatting and halves of characters written out.
 
-    Ends of lines and tabs stay, and so does what joins emoji.
+    Ends of lines and tabs stay, and so does what joins letters or emoji.
 
     >>> visible("a\\x1b[2Jb\\r\\n\\u202ec é 中")
     'a\\\\x1b[2Jb\\\\x0d\\n\\\\u202ec é 中'
@@ -21,7 +23,7 @@ def visible(text: str) -> str:
 
 def _shown(found: re.Match[str]) -> str:
     character = found[0]
-    if character == "\u200d" or unicodedata.category(character) not in ("Cc", "Cs", "Cf"):
+    if character in _JOINS or unicodedata.category(character) not in ("Cc", "Cs", "Cf"):
         return character
     code = ord(character)
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
