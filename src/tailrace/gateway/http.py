@@ -17,6 +17,7 @@ from tailrace.gateway.turns import Repeatable
 from tailrace.guards import guarded
 from tailrace.records import Json
 from tailrace.records.conversation import DEEPEST, is_too_deep
+from tailrace.timeouts import timeout
 
 Headers: TypeAlias = dict[bytes, bytes]
 _DRAINED = 4
@@ -71,7 +72,7 @@ async def read_json(
             status=415,
         )
     try:
-        async with asyncio.timeout(timeout_s):
+        async with timeout(timeout_s):
             raw = await _read(receive, max_bytes)
     except TimeoutError:
         raise RequestInvalid(f"the body did not arrive within {timeout_s:g} s", status=408) from None

@@ -28,6 +28,7 @@ from tailrace.environments.rows import ClientRow, Row, row_as_json
 from tailrace.errors import ClientLost, RolloutTimeout
 from tailrace.gateway.dialects.protocol import RequestInvalid
 from tailrace.records import Json
+from tailrace.timeouts import timeout, timeout_at
 from tailrace.transport.channels import wait_until
 
 if TYPE_CHECKING:
@@ -174,7 +175,7 @@ class Offers:
 
         self.asking += 1
         try:
-            async with asyncio.timeout(claim.wait_s):
+            async with timeout(claim.wait_s):
                 await wait_until(self._changed, is_answered)
         except TimeoutError:
             pass
@@ -235,7 +236,7 @@ async def _held(session: Session, offer: Offer) -> None:
     while not session.has_ended:
         until_s = min(ends_s, session.heard_s + offer.lease_s)
         try:
-            async with asyncio.timeout_at(until_s):
+            async with timeout_at(until_s):
                 await session.ended()
         except TimeoutError:
             now_s = loop.time()

@@ -20,6 +20,8 @@ from starlette.types import ASGIApp
 from typing_extensions import override
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from tailrace.timeouts import timeout
+
 _IDLE_S = 75
 """Seconds for which a connection is kept between two requests; longer than clients keep theirs."""
 _BACKLOG = 4096
@@ -151,7 +153,7 @@ class _Server(uvicorn.Server):
     async def main_loop(self) -> None:
         while not await self.on_tick(0):
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_TICK_S):
+                async with timeout(_TICK_S):
                     await self._closing.wait()
 
     def close(self) -> None:

@@ -38,6 +38,7 @@ from tailrace.lifecycle.cluster import (
 )
 from tailrace.lifecycle.node_weights import NodeWeights
 from tailrace.lifecycle.ray_host import RoleHost
+from tailrace.timeouts import timeout
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -170,7 +171,7 @@ class RayCluster:
             for group in largest_first(groups):
                 await self.ask_for(group, placing.nodes.get(group.bundles[0].role))
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(None if placing.unplaced else self._holds_on_s):
+                async with timeout(None if placing.unplaced else self._holds_on_s):
                     for group in groups:
                         await self.wait_for(group.name, since_s=began_s)
                     return
@@ -291,7 +292,7 @@ class RayCluster:
     async def answers(self) -> bool:
         """Whether the head still takes connections. Waits for seconds where it does not."""
         try:
-            async with asyncio.timeout(_PROBE_S):
+            async with timeout(_PROBE_S):
                 _, writer = await asyncio.open_connection(*self.head)
         except OSError:
             return False
@@ -436,5 +437,5 @@ async def _apart(work: Callable[[], ResultT], limit_s: float | None = None) -> R
             finished.set_exception(error)
 
     threading.Thread(target=run, name="Ray", daemon=True).start()
-    async with asyncio.timeout(limit_s):
+    async with timeout(limit_s):
         return await asyncio.wrap_future(finished)

@@ -31,6 +31,7 @@ from tailrace.lifecycle.restarts import EarlyEnd, RestartHistory
 from tailrace.run.replica_pool import Place, ReplicaPool, Standing
 from tailrace.run.replica_scaling import LOOK_S, Load, ReplicaScaling
 from tailrace.run.transports import ReplicaConnection
+from tailrace.timeouts import timeout
 from tailrace.transport.channels import wait_until
 
 _logger = logging.getLogger(__name__)
@@ -323,7 +324,7 @@ class Generators:
         self._lives[source.name] += 1
         try:
             await source.placed()
-            async with asyncio.timeout(deadline_s):
+            async with timeout(deadline_s):
                 client = self._clients[source] = await source.open(partial(self.router.report, source.name))
                 welcome = await source.hello(client, seed)
             served = self._have_served = True

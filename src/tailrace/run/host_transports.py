@@ -29,6 +29,7 @@ from tailrace.rollouts.agent_workers.places import LocalPlace
 from tailrace.run.folder import RunPaths, announcement_file, writing
 from tailrace.run.ownership import Owner
 from tailrace.run.transports import BATCHES_AHEAD, MakeGenerator, TrainerEnds, Transports
+from tailrace.timeouts import timeout
 from tailrace.transport.batches.channels import ChannelBatchReceiver, ChannelBatchSender, rank_address
 from tailrace.transport.batches.stores import (
     BatchSource,
@@ -219,7 +220,7 @@ class HostTransports(Transports):
 
         async def bring(ref: ModelStateDictRef) -> ModelStateDictRef:
             try:
-                async with asyncio.timeout(deadline_s):
+                async with timeout(deadline_s):
                     return await weights.bring(ref, node)
             except TimeoutError:
                 raise TransportError(

@@ -40,6 +40,7 @@ from tailrace.run.folder import RunPaths
 from tailrace.run.host_transports import GeneratorEnds, HostTransports
 from tailrace.run.join_requests import Accepted, Announce, Apply, JoinClient, JoinPlace, Offer, Release, Withdraw
 from tailrace.run.roles import RoleSettings
+from tailrace.timeouts import timeout
 from tailrace.transport.channels import ipc_address
 from tailrace.transport.keys import CurveKeys, is_of_this_machine, read_keys, require_safe_address
 from tailrace.transport.owned_folders import own_shared_memory, own_socket_folder, remove_leftovers
@@ -146,7 +147,7 @@ async def _withdrawn_on_error(client: JoinClient, offer: Offer) -> AsyncIterator
         yield
     except BaseException:  # a signal, too
         with contextlib.suppress(SettingsError, TimeoutError):
-            async with asyncio.timeout(_WITHDRAWS_S):
+            async with timeout(_WITHDRAWS_S):
                 await client.ask(Withdraw(offer.name, offer.life))
         raise
 
@@ -267,7 +268,7 @@ async def _require_use(server: GeneratorServer, generator: Generator, report_pro
     """Waits for the engine to be built, and for the run to use it. Raises what building it raised, `LifecycleError`."""
     await generator.ready()
     try:
-        async with asyncio.timeout(_USED_WITHIN_S):
+        async with timeout(_USED_WITHIN_S):
             await server.used.wait()
     except TimeoutError:
         raise LifecycleError(f"the run did not connect to {server.address} within {_USED_WITHIN_S:g} s") from None

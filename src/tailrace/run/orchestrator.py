@@ -59,6 +59,7 @@ from tailrace.run.generators import ReplicaListener
 from tailrace.run.scheduler_states import SchedulerStates
 from tailrace.run.started_roles import StartedRoles
 from tailrace.scheduling import Evaluator, Scheduler
+from tailrace.timeouts import timeout
 from tailrace.transport.channels import wait_until
 from tailrace.transport.events.log import MemoryEventLog
 
@@ -278,7 +279,7 @@ class Orchestrator(WeightListener, ReplicaListener):
         """The error of the process that failed a call, or left a queue, which may be noticed a moment later."""
         if isinstance(error, EngineFailed | PeerGone):
             try:
-                async with asyncio.timeout(_EXPLANATION_S):
+                async with timeout(_EXPLANATION_S):
                     await self._roles.watch()
             except TimeoutError:
                 return error

@@ -45,6 +45,7 @@ from tailrace.records import (
 from tailrace.reporting.metrics import METRICS
 from tailrace.run.scheduler_states import SchedulerStates
 from tailrace.run.trainer_lives import RunTrainer
+from tailrace.timeouts import timeout
 from tailrace.tracing.phases import phase
 from tailrace.transport.channels import wait_until
 from tailrace.transport.events.log import MemoryEventLog
@@ -214,7 +215,7 @@ class OutsideTrainer(RunTrainer):
     async def _last_read(self) -> None:
         """Waits for the last weights, which may yet be evaluated: until they are published, or cannot be in time."""
         try:
-            async with asyncio.timeout(self._last_read_s):
+            async with timeout(self._last_read_s):
                 await wait_until(self._changed, lambda: self._weights is None or self._is_cut_short)
         except TimeoutError:
             late = "the trainer's last weights, of version %d, could not be read within %g s (evaluation.finish_s)"

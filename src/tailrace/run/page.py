@@ -14,6 +14,7 @@ from pathlib import Path
 from tailrace.cancelling import cancelled
 from tailrace.extras import require_extra
 from tailrace.reporting.report import ViewsOf
+from tailrace.timeouts import timeout
 
 _MODULE = "tailrace.dashboard.beside"
 _START_S = 60.0
@@ -69,7 +70,7 @@ async def _started(folder: Path, log: Path) -> Process | None:
 async def _tell_link(process: Process, log: Path) -> None:
     assert process.stdout is not None
     try:
-        async with asyncio.timeout(_START_S):
+        async with timeout(_START_S):
             line = await process.stdout.readline()
     except TimeoutError:
         line = b""
@@ -84,7 +85,7 @@ async def _end(process: Process) -> None:
     assert process.stdin is not None
     process.stdin.close()
     try:
-        async with asyncio.timeout(_END_S):
+        async with timeout(_END_S):
             await process.wait()
     except TimeoutError:
         with contextlib.suppress(ProcessLookupError):

@@ -21,6 +21,7 @@ from tailrace.lifecycle.roles import RoleSpec
 from tailrace.models.identity import ModelIdentity, identify, is_other, other_architecture
 from tailrace.run.generators import EndedReplica, ReplicaSource
 from tailrace.run.transports import ReplicaConnection, Transports
+from tailrace.timeouts import timeout
 from tailrace.transport.keys import CurveKeys, read_keys
 from tailrace.transport.payloads.accounts import PayloadAccounts
 
@@ -153,7 +154,7 @@ class ConnectedGenerator(ReplicaSource):
     async def open(self, on_report: ReportListener) -> GeneratorClient:
         client = self._client(on_report, by_value=True)
         try:
-            async with asyncio.timeout(self._wait_s):
+            async with timeout(self._wait_s):
                 await client.connected()
         except BaseException as error:
             await client.leave()
@@ -285,7 +286,7 @@ class JoinedGenerator(ConnectedGenerator):
         """It is told why it is not used any more."""
         if isinstance(client, GeneratorClient) and isinstance(failure, ReplicaReleased):
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_CLOSE_S):
+                async with timeout(_CLOSE_S):
                     await client.close(str(failure))
         elif isinstance(client, GeneratorClient):
             await client.dismiss(str(failure), in_order=False)

@@ -11,6 +11,7 @@ from pathlib import Path
 from tailrace.errors import LifecycleError
 from tailrace.reporting.live import Stillness, describe_stillness
 from tailrace.run.composition import ComposedRun
+from tailrace.timeouts import timeout
 from tailrace.tracing.stacks import write_task_stacks
 
 _LOOK_EVERY_S = 1.0
@@ -28,7 +29,7 @@ async def end_when_still(run: ComposedRun, watchdog_s: float) -> None:
         still_s = stillness.look(view, pause_s)
     logs = run.ground.paths.logs
     with contextlib.suppress(OSError, TimeoutError):  # a disk that takes nothing may be what all wait for
-        async with asyncio.timeout(_WRITES_S):
+        async with timeout(_WRITES_S):
             await _write_stacks(run, logs / "orchestrator.log")
     why = f"{describe_stillness(view, still_s)} (observability.watchdog_s)"
     await run.orchestrator.fail(LifecycleError(f"{why}; where every process stood is at the end of its log in {logs}"))

@@ -26,6 +26,7 @@ from tailrace.records import Group, GroupId, Rollout, RolloutId, Task
 from tailrace.scheduling.backoff import Backoff
 from tailrace.scheduling.groups import UNSCORED, GroupRunner
 from tailrace.scheduling.settings import EvaluationSettings, SchedulingSettings
+from tailrace.timeouts import timeout
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -200,7 +201,7 @@ class _Walk:
             self._slots.release()
             self._resumes.clear()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(min(pause_s or math.inf, self._patience_s(environment))):
+                async with timeout(min(pause_s or math.inf, self._patience_s(environment))):
                     await self._resumes.wait()
             await self._slots.acquire()
 
@@ -333,7 +334,7 @@ class Evaluator:
             self._walk.widen(self._slots)
             self._walk.hurry()
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._settings.finish_s):
+            async with timeout(self._settings.finish_s):
                 await self._idle.wait()
 
     async def _evaluate(self, step: int) -> None:

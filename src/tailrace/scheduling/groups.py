@@ -28,6 +28,7 @@ from tailrace.scheduling.settings import SchedulingSettings
 from tailrace.scheduling.staleness import RESTARTED
 from tailrace.scheduling.stragglers import REQUEUED, STRAGGLER
 from tailrace.scheduling.tasks import TaskStream
+from tailrace.timeouts import timeout
 from tailrace.tracing.phases import phase
 
 GROUP_TOO_SMALL = "group_too_small"
@@ -137,7 +138,7 @@ class GroupPlayer:
                 pause_s = self._backoff.pause_left_s(group.key.environment, now_s=self._now_s())
                 self._resumes.clear()
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(pause_s or None):
+                    async with timeout(pause_s or None):
                         await self._resumes.wait()
 
     def _may_try(self, group: OpenGroup) -> bool:

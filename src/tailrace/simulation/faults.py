@@ -32,6 +32,7 @@ from tailrace.simulation.run import Simulation
 from tailrace.simulation.settings import SimulationPlan
 from tailrace.simulation.trainer import Checkpoint
 from tailrace.simulation.virtual_time import run_in_virtual_time
+from tailrace.timeouts import timeout
 
 _LONGEST_S = 30 * 86_400.0
 """Virtual time after which a run counts as stuck."""
@@ -273,7 +274,7 @@ async def _run_part(
     disturbing = asyncio.create_task(_disturb(scenario, simulation), name="disturbance")
     ended_by_data = False
     try:
-        async with asyncio.timeout(_LONGEST_S):
+        async with timeout(_LONGEST_S):
             await simulation.run()
         ended_by_data = simulation.trainer.step < steps
     except NothingLeft:

@@ -23,6 +23,7 @@ from typing_extensions import override
 from tailrace.cancelling import cancelled
 from tailrace.errors import CorruptData, Diverged, RankLost, TailraceError, TransportError
 from tailrace.records import Batch
+from tailrace.timeouts import timeout
 from tailrace.training.checkpoints.files import StagedCheckpoint
 from tailrace.training.checkpoints.snapshots import Snapshot
 from tailrace.training.model.acceleration import tune_process
@@ -193,7 +194,7 @@ class _Follower:
     async def _train(self, trainer: Trainer, step: int) -> None:
         """Rank 0 has its rows of this batch, so this rank's are here or will be in a moment."""
         try:
-            async with asyncio.timeout(self._ranks.deadline_s):
+            async with timeout(self._ranks.deadline_s):
                 batch = await self._batches.receive()
         except TimeoutError:
             raise TransportError(

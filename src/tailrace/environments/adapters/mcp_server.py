@@ -29,6 +29,7 @@ from tailrace.environments.tools import Tool
 from tailrace.errors import EnvironmentFailed, SettingsError, ToolError
 from tailrace.extras import import_extra
 from tailrace.records import Json, ToolSpec
+from tailrace.timeouts import timeout
 
 if TYPE_CHECKING:
     import httpx2
@@ -165,7 +166,7 @@ class _Connection:
         """Raises `EnvironmentFailed` where it lists no tools in time."""
         connection = cls(server)
         try:
-            async with asyncio.timeout(server.start_timeout_s):
+            async with timeout(server.start_timeout_s):
                 specs = await asyncio.shield(connection._listed)
         except TimeoutError:
             late = connection._failed(f"listed no tools within {server.start_timeout_s:g} s")
@@ -255,7 +256,7 @@ class _Connection:
         limit_s, refusals = self.server.call_timeout_s, list[int]()
         context = _refusals.set(refusals)
         try:
-            async with asyncio.timeout(limit_s):
+            async with timeout(limit_s):
                 result = await self._client.call_tool(name, arguments)
         except TimeoutError:
             self._is_doubtful = True

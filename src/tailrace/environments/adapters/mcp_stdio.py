@@ -20,6 +20,7 @@ from mcp.shared.message import SessionMessage
 
 from tailrace.child_processes import describe_exit, kill_group
 from tailrace.environments.adapters.servers import ErrorOutput
+from tailrace.timeouts import timeout
 
 MAX_LINE_BYTES = 16 << 20
 """Of one message of a server."""
@@ -81,7 +82,7 @@ class StdioTransport:
         try:
             process.stdin.close()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(CLOSE_S):
+                async with timeout(CLOSE_S):
                     await process.wait()
         finally:
             kill_group(process.pid)
@@ -98,7 +99,7 @@ class StdioTransport:
         """Read what is left: pipes, and the process with them, are closed by the loop where their end was read."""
         assert process.stdout is not None  # it has pipes
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_READ_OUT_S):
+            async with timeout(_READ_OUT_S):
                 while await process.stdout.read(1 << 16):
                     pass
                 await process.wait()

@@ -25,6 +25,7 @@ from tailrace.environments.adapters.shared_attempt import SharedAttempt
 from tailrace.errors import EnvironmentFailed, SettingsError
 from tailrace.extras import import_extra
 from tailrace.records import Json
+from tailrace.timeouts import timeout
 
 if TYPE_CHECKING:
     import httpx
@@ -189,7 +190,7 @@ class _Running:
                     return session, first
             self._left.clear()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(pause_s):
+                async with timeout(pause_s):
                     await self._left.wait()
             waited_s = 0.0 if self._open else waited_s + pause_s
             pause_s = min(2 * pause_s, _FULL_PAUSE_S[1])
@@ -327,7 +328,7 @@ class _WebSocketSession:
 
         limit_s = self._server.step_timeout_s
         try:
-            async with asyncio.timeout(limit_s):
+            async with timeout(limit_s):
                 with contextlib.suppress(ConnectionClosed):  # it may have said why before it closed
                     await self._socket.send(json.dumps({"type": kind, "data": dict(data)}))
                 answer = json.loads(await self._socket.recv())

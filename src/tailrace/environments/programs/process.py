@@ -15,6 +15,7 @@ from pathlib import Path
 from tailrace.child_processes import call_on_exit, describe_exit, kill_group
 from tailrace.environments.programs.host import ProgramHost, Taken
 from tailrace.errors import ProgramFailed, SettingsError
+from tailrace.timeouts import timeout
 
 _PIECE_BYTES = 1 << 16
 _KEPT_BYTES = 1 << 16
@@ -98,7 +99,7 @@ class Program:
         What it started has ended then, too. Raises `ProgramFailed` where it took more than its limits.
         """
         try:
-            async with asyncio.timeout(self._limits.time_s):
+            async with timeout(self._limits.time_s):
                 await self._ended
         except TimeoutError:
             raise self._failed("program_timeout", f"was ended after {self._limits.time_s:g} s") from None

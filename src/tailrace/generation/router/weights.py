@@ -23,6 +23,7 @@ from tailrace.generation.decisions import DEFAULT_WEIGHT_POLICY, WeightPolicy
 from tailrace.generation.router.replica import Replica
 from tailrace.generation.router.turns import Turns
 from tailrace.records import ModelStateDictRef
+from tailrace.timeouts import timeout_at
 from tailrace.tracing.phases import phase
 
 _logger = logging.getLogger(__name__)
@@ -209,7 +210,7 @@ class WeightDistributor:
         """
         pause_s = min(self._policy.backoff_s * 2 ** min(attempt - 1, 30), _LONGEST_PAUSE_S)
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout_at(min(self._clock() + pause_s, deadline_s)):
+            async with timeout_at(min(self._clock() + pause_s, deadline_s)):
                 await self._newer_than(version, life)
 
     async def _newer_than(self, version: int, life: int) -> ModelStateDictRef:

@@ -30,6 +30,7 @@ from tailrace.lifecycle.node_weights import WeightsOfNodes
 from tailrace.lifecycle.ray_cluster import RayCluster
 from tailrace.lifecycle.ray_host import HostOrder
 from tailrace.lifecycle.roles import NodeShare, Role
+from tailrace.timeouts import timeout
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -215,7 +216,7 @@ class RayLauncher(Launcher):
             task.cancel()
         if self.weights is not None:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_KILL_S):
+                async with timeout(_KILL_S):
                     await self.weights.close()
 
     @override
@@ -290,7 +291,7 @@ async def _held_on(host: ActorHandle) -> str:
 
     killed = host.kill.remote()
     with contextlib.suppress(TimeoutError, RayError):
-        async with asyncio.timeout(_KILL_S) as deadline:
+        async with timeout(_KILL_S) as deadline:
             await host.__ray_ready__.remote()
             deadline.reschedule(asyncio.get_running_loop().time() + KILLED_WITHIN_S + _KILL_S)
             held: str = await killed
@@ -301,7 +302,7 @@ async def _held_on(host: ActorHandle) -> str:
 async def _known(hosts: Sequence[ActorHandle]) -> None:
     """Ray has found out whether these live: until it has, it starts the next life on a node that is gone."""
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(_UNKNOWN_S):
+        async with timeout(_UNKNOWN_S):
             await asyncio.gather(*map(_known_one, hosts))
 
 

@@ -69,6 +69,7 @@ from tailrace.rollouts.scoring.judge import Chat
 from tailrace.rollouts.settings import RolloutSettings
 from tailrace.rollouts.workers.pool import WorkerPool
 from tailrace.rollouts.workers.starting import restore_python_path
+from tailrace.timeouts import timeout
 from tailrace.tracing.lag import LoopLagMonitor
 from tailrace.tracing.log_files import log_to_stderr
 from tailrace.tracing.phases import OTHER, PhaseRecorder, phase
@@ -198,7 +199,7 @@ class AgentWorkerProcess:
         while not self._closed.is_set():
             self._connection.send(Beat(lag_max_s=lag.flush().max_s, phases=phases.flush()))
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(min(_BEAT_S, limit_s / _LOOKS_PER_LIMIT)):
+                async with timeout(min(_BEAT_S, limit_s / _LOOKS_PER_LIMIT)):
                     await self._closed.wait()
 
     @contextlib.contextmanager

@@ -57,6 +57,7 @@ from tailrace.rollouts.agent_workers.watching import BeatSums
 from tailrace.rollouts.deadline import CANCEL_S
 from tailrace.rollouts.scoring import JudgeUsage
 from tailrace.rollouts.settings import RolloutSettings
+from tailrace.timeouts import timeout
 from tailrace.tracing.phases import phase
 
 CLOSE_S = 5.0
@@ -136,7 +137,7 @@ class AgentWorker:
         self._connection.send(msgspec.structs.replace(self._hello, name=self.name, needs_all=needs_all))
         silence = loop.create_task(self._watch_silence())
         try:
-            async with asyncio.timeout(limit_s):
+            async with timeout(limit_s):
                 await asyncio.wait([self._ready, *self._ends], return_when=asyncio.FIRST_COMPLETED)
         except TimeoutError:
             self._kill(f"it was not ready within {limit_s:g} s (rollouts.worker_start_timeout_s)")
@@ -195,7 +196,7 @@ class AgentWorker:
         if (process := self._process) is not None:
             self._connection.send(Close())
             with suppress(TimeoutError):
-                async with asyncio.timeout(CLOSE_S):
+                async with timeout(CLOSE_S):
                     await process.ended()
             self._kill("it did not end")
             self._connection.abort()
@@ -305,7 +306,7 @@ class AgentWorker:
         except asyncio.CancelledError:
             self._connection.send(Cancel(key=key))
             with suppress(TimeoutError, TailraceError):
-                async with asyncio.timeout(CANCELLED_S):
+                async with timeout(CANCELLED_S):
                     await asyncio.shield(held.ended)
             raise
         if scored.changes is None:
@@ -327,7 +328,7 @@ class AgentWorker:
         for request in held.requests.values():
             request.cancel()
         try:
-            async with asyncio.timeout(CANCELLED_S):
+            async with timeout(CANCELLED_S):
                 played = await asyncio.shield(held.ended)
             self._fill(rollout, played)
         except (TimeoutError, TailraceError):

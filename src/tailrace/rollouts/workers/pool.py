@@ -43,6 +43,7 @@ from tailrace.rollouts.workers.messages import (
     pack,
 )
 from tailrace.rollouts.workers.starting import worker_environment
+from tailrace.timeouts import timeout
 from tailrace.tracing.output_log import OutputLog
 
 CANCELLED_CALL_S = 1.0
@@ -233,7 +234,7 @@ class _Worker:
         if (process := self._process) is not None:
             self._requests.close()
             with suppress(TimeoutError):
-                async with asyncio.timeout(CLOSE_S):
+                async with timeout(CLOSE_S):
                     await process.wait()
             self.kill()
             await process.wait()
@@ -263,7 +264,7 @@ class _Worker:
         process = self._process
         assert process is not None  # calls are made inside a `turn`
         try:
-            async with asyncio.timeout(limit.limit_s):
+            async with timeout(limit.limit_s):
                 self._send(call, what)
                 answer = answer_decoder.decode(await self._read())
         except TimeoutError:
@@ -307,7 +308,7 @@ class _Worker:
     async def _finish_cancelled_call(self, process: Process) -> None:
         """Wait until a call whose caller was cancelled has returned, or end the process, so that nothing runs on."""
         try:
-            async with asyncio.timeout(CANCELLED_CALL_S):
+            async with timeout(CANCELLED_CALL_S):
                 await self._read()
         except (TimeoutError, asyncio.IncompleteReadError, ConnectionError):
             self.kill()

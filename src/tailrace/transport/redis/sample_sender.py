@@ -35,6 +35,7 @@ from tailrace.records import (
     SamplesTaken,
     StopRequested,
 )
+from tailrace.timeouts import timeout
 from tailrace.transport.channels import wait_until
 from tailrace.transport.redis import sample_messages
 from tailrace.transport.redis.channels import RedisPlace
@@ -150,7 +151,7 @@ class RedisSampleSender(SampleSender):
         self._closed = reason
         self._changed.set()
         with contextlib.suppress(TimeoutError, TransportError, SettingsError):
-            async with asyncio.timeout(_CLOSE_S):
+            async with timeout(_CLOSE_S):
                 await self._loop.run_in_executor(self._writes, self._tell_end, [*self._ranks.values()], reason)
         self._ending.set()
         for connection in (self._writing, self._watching, *(rank.listening for rank in self._ranks.values())):

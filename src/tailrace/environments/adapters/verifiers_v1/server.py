@@ -30,6 +30,7 @@ from tailrace.environments.programs.host import ProgramHost, hosted
 from tailrace.environments.programs.process import Program, ProgramLimits
 from tailrace.errors import EnvironmentFailed, ProgramFailed, SettingsError
 from tailrace.records import Json
+from tailrace.timeouts import timeout
 
 HOST = Path(__file__).with_name("host.py")
 _DESCRIBE_S = 600.0
@@ -217,7 +218,7 @@ class _Up:
         stack.push_async_callback(self._stop)
         limit_s = self._server.start_timeout_s
         try:
-            async with asyncio.timeout(limit_s):
+            async with timeout(limit_s):
                 await self._ask(wire.HEALTH, b"\x80", lambda _: None)
         except TimeoutError:
             raise self._failed(f"did not answer within {limit_s:g} s of its start") from None

@@ -12,6 +12,7 @@ from tailrace.records import Group, Message, Rollout
 from tailrace.rollouts.scoring.judge.chat import Chat, ChatAnswer
 from tailrace.rollouts.scoring.judge.ranking import ScoresById, valid_score
 from tailrace.rollouts.scoring.usage import JudgeUsage
+from tailrace.timeouts import timeout
 
 
 class RelativeJudge:
@@ -73,7 +74,7 @@ class RelativeJudge:
 
     async def _answer(self, prompt: Sequence[Message], spent: JudgeUsage) -> ChatAnswer:
         settings = self._settings
-        async with asyncio.timeout(settings.timeout_s):
+        async with timeout(settings.timeout_s):
             answer = await self._chat(prompt, max_tokens=settings.max_tokens, temperature=settings.temperature)
         spent.prompt_tokens += answer.prompt_tokens
         spent.completion_tokens += answer.completion_tokens

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 
 import msgspec
@@ -15,6 +14,7 @@ from tailrace.rollouts.chat.tokenizer import ChatTokenizer
 from tailrace.rollouts.scoring.http_client import HttpClient
 from tailrace.rollouts.scoring.teacher.prompt_logprobs import read_prompt_logprobs
 from tailrace.rollouts.scoring.teacher.teacher import TokenScorer
+from tailrace.timeouts import timeout
 from tailrace.urls import without_user
 
 _PROBED_TOKENS = 512
@@ -55,7 +55,7 @@ class EndpointScorer(TokenScorer):
         body = {"model": self._model, "prompt": text, "add_special_tokens": False}
         url = f"{self._url.removesuffix('/v1')}/tokenize"
         try:
-            async with asyncio.timeout(_PROBE_TIMEOUT_S):
+            async with timeout(_PROBE_TIMEOUT_S):
                 found = _decode_tokenized(await self._client.post(url, body))
         except (TimeoutError, ChatFailed, msgspec.MsgspecError) as error:
             raise ModelError(
@@ -104,7 +104,7 @@ class EndpointScorer(TokenScorer):
 
     async def _require_scores(self, token_ids: list[int]) -> None:
         try:
-            async with asyncio.timeout(_PROBE_TIMEOUT_S):
+            async with timeout(_PROBE_TIMEOUT_S):
                 scores = await self.score(as_token_ids(token_ids))
         except (TimeoutError, ChatFailed) as error:
             raise ModelError(f"{self._name} does not score tokens: {str(error) or 'no answer in time'}") from error

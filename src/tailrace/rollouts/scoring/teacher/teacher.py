@@ -20,6 +20,7 @@ from tailrace.records import (
     TokenScores,
 )
 from tailrace.rollouts.scoring.usage import TeacherUsage
+from tailrace.timeouts import timeout
 
 
 class TokenScorer(Protocol):
@@ -88,7 +89,7 @@ class Teacher:
             spent.calls += 1
             spent.retries += attempt > 0
             try:
-                async with asyncio.timeout(plan.timeout_s):
+                async with timeout(plan.timeout_s):
                     scores = await self._scorer.score(branch.token_ids)
             except TimeoutError:
                 failure, may_pass = f"no answer within {plan.timeout_s:g} s (distillation.timeout_s)", True
