@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tailrace.config import differences, load_from_python, load_settings, own_settings, placed, read_settings_file
+from tailrace.environments import JudgeSettings, load_environment
 from tailrace.errors import SettingsError
 from tailrace.run.folder import RunPaths, record_settings
 
@@ -106,6 +107,22 @@ def test_none_among_arguments_is_refused_before_anything_is_written(tmp_path: Pa
     with pytest.raises(SettingsError, match=r"^environments\.0\.args\.length\S* is None, which TOML has not"):
         record_settings(settings, RunPaths(tmp_path / settings.name), places.file)
     assert not list(tmp_path.iterdir())
+
+
+def test_what_is_left_out_of_a_judge_stays_the_environments_own_in_a_resume(file: Path) -> None:
+    own = "name = 'examples.own_judge:names_by_key'\njudge = { own_weight = 0.5 }"
+    file.write_text(FILE.replace('name = "alphabet-sort"', own).replace("[environments.args]\nmax_names = 5\n", ""))
+    config = start(file) / "config.toml"
+
+    def judge() -> JudgeSettings | None:
+        assert resumed(file) == {}
+        return load_environment(load_settings(str(file), ["--resume"], file.parent).environments[0]).judge
+
+    assert judge() == JudgeSettings(temperature=0.8, max_tokens=24, retries=6, own_weight=0.5)
+    written = config.read_text()
+    assert written.count("own_weight = 0.5\n") == 1
+    config.write_text(written.replace("own_weight = 0.5\n", "own_weight = 0.5\nmax_tokens = 1024\nretries = 2\n"))
+    assert judge() == JudgeSettings(temperature=0.8, max_tokens=1024, retries=2, own_weight=0.5)
 
 
 def test_both_files_are_replaced_as_a_whole(file: Path) -> None:

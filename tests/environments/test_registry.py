@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from tailrace.environments import EnvironmentSettings, environment_names, load_environment
+from tailrace.environments import EnvironmentSettings, JudgeSettings, environment_names, load_environment
 from tailrace.errors import DataError, SettingsError
 from tests.support.scripted_policy import play
 
 OWN = """
 import datetime
 
-from tailrace.environments import EnvironmentSpec, Observation, Policy, Task
+from tailrace.environments import EnvironmentSpec, JudgeSettings, Observation, Policy, Task
 
 async def agent(task: Task, policy: Policy, *, bonus: float = 0.0) -> float:
     reply = await policy.chat([{"role": "user", "content": task["word"]}])
@@ -35,6 +35,13 @@ class Echo:
         return Observation.end(reward=self.factor * float(reply["content"] == self.word))
 
 shout = EnvironmentSpec(name="shout", agent=agent, train_tasks=[{"word": str(i)} for i in range(20)], held_out=5)
+
+judged = EnvironmentSpec(
+    name="judged",
+    agent=agent,
+    train_tasks=[{"word": "a"}],
+    judge=JudgeSettings(url="http://judge/v1", rubric="Shorter is better.", max_tokens=64),
+)
 
 def factory(*, num_words: int, prefix: str = "w") -> EnvironmentSpec:
     rows = [{"word": f"{prefix}{i}"} for i in range(num_words)]
@@ -119,6 +126,18 @@ def test_a_date_is_what_the_factory_asks_for(own: Callable[..., EnvironmentSetti
     assert load_environment(own("dated", args={"since": since})).name == f"{since!r}"
     spec = load_environment(own("factory", args={"num_words": 3, "prefix": since}))
     assert spec.train_tasks[0] == {"word": "2026-01-310"}
+
+
+@pytest.mark.parametrize("changes", [{}, {"own_weight": 0.5}, {"max_tokens": 1024, "url": None}])
+def test_what_settings_leave_out_of_a_judge_is_the_environments_own_in_other_processes_too(
+    own: Callable[..., EnvironmentSettings], changes: dict[str, object]
+) -> None:
+    settings = own("judged", judge=changes)
+    again = EnvironmentSettings.model_validate_json(settings.model_dump_json())
+    given = {name: value for name, value in changes.items() if value is not None}
+    expected = {"url": "http://judge/v1", "rubric": "Shorter is better.", "max_tokens": 64} | given
+    for one in (settings, again):
+        assert load_environment(one).judge == JudgeSettings.model_validate(expected)
 
 
 def test_a_factory_gets_its_arguments(own: Callable[..., EnvironmentSettings]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, SerializerFunctionWrapHandler, model_serializer
 
 from tailrace.records import Group, Message
 
@@ -18,7 +18,11 @@ RUBRIC = """\
 
 
 class JudgeSettings(BaseModel, extra="forbid", frozen=True):
-    """A judge that scores the rollouts of a group relative to each other: `[environments.judge]` in TOML."""
+    """A judge that scores the rollouts of a group relative to each other: `[environments.judge]` in TOML.
+
+    What is unset is left out wherever settings are written down or sent to another process: there, too, it is that of
+    the environment's own judge, where it has one.
+    """
 
     rubric: str | None = Field(
         None, min_length=1, description="What makes a rollout better. Unset: doing what was asked, then directness."
@@ -37,6 +41,12 @@ class JudgeSettings(BaseModel, extra="forbid", frozen=True):
     own_weight: float = Field(0.0, description="Of the reward that a rollout had of its own, in the reward.")
     prompt_price: float = Field(0.0, ge=0, description="Of a million prompt tokens, in any currency.")
     completion_price: float = Field(0.0, ge=0, description="Of a million completion tokens.")
+
+    @model_serializer(mode="wrap")
+    def _what_is_set(self, all_of: SerializerFunctionWrapHandler) -> dict[str, object]:
+        """None is unset, as in TOML, which cannot say it."""
+        written = all_of(self).items()
+        return {name: value for name, value in written if name in self.model_fields_set and value is not None}
 
 
 class JudgeFormat(Protocol):

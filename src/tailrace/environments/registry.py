@@ -103,11 +103,11 @@ def load_environment(
 
 
 def _judge(spec: EnvironmentSpec, settings: EnvironmentSettings) -> JudgeSettings | None:
-    """The environment's own judge, with what the settings say in its place."""
+    """The environment's own judge, with what the settings set in its place."""
     changes = settings.judge
     if changes is None or spec.judge is None:
         return changes or spec.judge
-    return spec.judge.model_copy(update={name: getattr(changes, name) for name in changes.model_fields_set})
+    return spec.judge.model_copy(update=changes.model_dump())
 
 
 def _rewards(spec: EnvironmentSpec, settings: EnvironmentSettings) -> dict[str, NamedReward]:

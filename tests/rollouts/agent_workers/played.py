@@ -12,7 +12,7 @@ from typing import Literal
 
 import psutil
 
-from tailrace.environments import EnvironmentSettings, load_environment
+from tailrace.environments import EnvironmentSettings, JudgeSettings, load_environment
 from tailrace.records import (
     Completion,
     GenerationRequest,
@@ -42,6 +42,7 @@ class Run:
         workers: int | Literal["auto"] = 1,
         watch: WorkerWatch | None = None,
         args: dict[str, Json] | None = None,
+        judge: JudgeSettings | None = None,
         block_s: float = PATIENCE_S,
         max_turns: int = 16,
         timeout_s: float = 600.0,
@@ -59,7 +60,7 @@ class Run:
             agent_block_s=block_s,
         )
         chosen = {
-            name: EnvironmentSettings(name=f"tests.support.agent_environments:{name}", args=args or {})
+            name: EnvironmentSettings(name=f"tests.support.agent_environments:{name}", args=args or {}, judge=judge)
             for name in names or ("agents",)
         }
         environments = {

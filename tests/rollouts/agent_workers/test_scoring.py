@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tailrace.environments import JudgeSettings
 from tailrace.errors import InvalidReward, JudgeFailed, RolloutError, ScoringFailed, WorkerLost
 from tailrace.records import Group, GroupId, Rollout
 from tailrace.rollouts import ChatRenderer
@@ -182,6 +183,16 @@ async def test_a_judge_scores_in_a_worker_as_on_the_loop(renderer: ChatRenderer,
             rewards = [rollout.reward for rollout in group.rollouts]
             found.append([(one.value, one.components["judge"], one.components["own"]) for one in rewards if one])
     assert found[0] == found[1] == [(number / 10 + 0.5, number / 10, 1.0) for number in range(3)]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+async def test_a_judge_of_which_settings_say_one_thing_is_else_the_environments_own(
+    renderer: ChatRenderer, workers: int
+) -> None:
+    async with Run(renderer, "judged", workers=workers, judge=JudgeSettings(weight=2.0)) as run:
+        _, (group,) = await scored(run, "well", "judged")
+    rewards = [rollout.reward.value for rollout in group.rollouts if rollout.reward is not None]
+    assert rewards == [2 * (number / 10) + 0.5 for number in range(3)]
 
 
 @pytest.mark.parametrize("workers", [0, 1])
