@@ -38,6 +38,7 @@ from tailrace.training.settings.losses import (
     OwnLossSettings,
 )
 from tailrace.training.settings.masks import IcePopSettings
+from tailrace.training.settings.trainer import TrainerSettings
 
 TEACHER = ("--trainer.loss.distillation.url", "http://teacher/v1", "--trainer.loss.distillation.model", "big")
 MINIMAL = """
@@ -651,6 +652,13 @@ def test_masks_in_a_file_stay_when_another_loss_is_named(write) -> None:  # type
     assert loss == GspoSettings(entropy=0.01, masks=(IcePopSettings(low=0.4),))
     with pytest.raises(SettingsError, match=r"run.toml, line 19: trainer.loss.masks.0.lwo is no setting of icepop"):
         load_settings(write(MINIMAL + text + "lwo = 0.4\n"))
+
+
+@pytest.mark.parametrize("loss", [CispoSettings(), GspoSettings(masks=(IcePopSettings(),))])
+def test_a_loss_that_a_program_made_is_told_by_what_was_set(loss: CommonLossSettings) -> None:
+    made = load_settings("quickstart").model_copy(update={"trainer": TrainerSettings.model_validate({"loss": loss})})
+    given = made.model_dump(exclude_unset=True)  # which is what `tailrace.train` takes of settings
+    assert load_from_python(given, {})[0].trainer.loss == loss
 
 
 def test_naming_another_environment_drops_the_arguments_of_the_old_one(write) -> None:  # type: ignore[no-untyped-def]

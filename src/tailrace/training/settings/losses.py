@@ -8,14 +8,14 @@ from __future__ import annotations
 import enum
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from tailrace.training.settings.components import (
     CrossEntropySettings,
     DistillationSettings,
     ReferenceKlSettings,
 )
-from tailrace.training.settings.masks import MaskSettings, name_or_default
+from tailrace.training.settings.masks import MaskSettings, NamedSettings, name_or_default
 
 DEFAULT_LOSS = "clipped_ratio"
 
@@ -43,10 +43,8 @@ class Denominator(enum.StrEnum):
     """Sequences times a length that settings give: every token weighs the same, in every batch."""
 
 
-class CommonLossSettings(BaseModel):
+class CommonLossSettings(NamedSettings):
     """What every loss knows."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str = Field(description="Which loss.")
     masks: tuple[MaskSettings, ...] = Field(

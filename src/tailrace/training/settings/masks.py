@@ -12,9 +12,19 @@ def name_or_default(given: object, otherwise: str) -> str:
     return str(given.get("name", otherwise) if isinstance(given, dict) else getattr(given, "name", otherwise))
 
 
-class _MaskSettings(BaseModel):
+class NamedSettings(BaseModel):
+    """One of several kinds, which its name tells."""
+
     model_config = ConfigDict(extra="forbid", frozen=True)
 
+    @model_validator(mode="after")
+    def _is_told_by_its_name(self) -> Self:
+        """So it counts as set: who writes down only what was would leave it out, and another kind be read."""
+        self.model_fields_set.add("name")
+        return self
+
+
+class _MaskSettings(NamedSettings):
     name: str = Field(description="Which mask.")
 
 
