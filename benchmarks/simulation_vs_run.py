@@ -51,6 +51,7 @@ from benchmarks.peers import TAILRACE, environment
 from benchmarks.run_times import FloatArray, RunTimes, read_times
 
 from tailrace.config.sources import recipe_folder
+from tailrace.generation.router.settings import RouterSettings
 from tailrace.reporting.sinks import read_rollouts
 from tailrace.simulation import Simulation, SimulationPlan, run_in_virtual_time
 
@@ -301,7 +302,7 @@ def plan(case: str, seed: int, model: Model, measured_steps: int) -> SimulationP
                 "step_per_running_s": model.step_per_running_s,
                 "prefill_s_per_token": 0.0,
                 "kv_capacity_tokens": SLOTS * CONTEXT_TOKENS,
-                "router": {},
+                "router": RouterSettings().model_dump(),  # as in a run
             },
             "trainer": {
                 "train_s": model.train_s,

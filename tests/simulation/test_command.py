@@ -100,6 +100,18 @@ def test_every_packaged_plan_is_possible() -> None:
         assert load_plans(name)
 
 
+def test_a_plan_that_says_one_thing_of_a_section_keeps_a_plans_defaults_of_the_rest(tmp_path: Path) -> None:
+    file = tmp_path / "short.toml"
+    file.write_text("steps = 40\n")
+    (routed,) = load_plans(str(file), ["--engines.router.report_every_s", "1"])
+    router = routed.engines.router
+    assert (router.policy, router.loading_share, router.report_every_s) == ("least_loaded", 1.0, 1.0)
+    plans = load_plans(str(file), ["--scheduling.max_staleness", "2", "--load.max_tokens", "4096"])
+    plans += load_plans(str(file), sweep="max_staleness=1,4")
+    found = [(one.scheduling.batch_size, one.scheduling.row_tokens, one.max_staleness) for one in plans]
+    assert found == [(512, 32_768, max_staleness) for max_staleness in (2, 1, 4)]
+
+
 def test_a_wrong_setting_of_a_policy_is_told_with_the_file(tmp_path: Path) -> None:
     file = tmp_path / "plan.toml"
     file.write_text(PLAN + 'on_stael = "mask"\n')

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal, TypeAlias
 
@@ -11,6 +12,15 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, field_val
 
 from tailrace.generation.router.settings import RouterSettings
 from tailrace.scheduling.settings import Schedule, SchedulingSettings
+
+_ROUTER: Mapping[str, object] = {"policy": "least_loaded", "loading_share": 1.0}
+_SCHEDULING: Mapping[str, object] = {"batch_size": 512, "row_tokens": 32_768}
+"""Defaults of a plan in sections of a run that has others, whatever else a plan says in them."""
+
+
+def _over(defaults: Mapping[str, object], given: object) -> object:
+    """A section as it is given, over defaults; one that a program made is whole."""
+    return {**defaults, **given} if isinstance(given, dict) else given
 
 
 class _Section(BaseModel):
@@ -31,9 +41,14 @@ class EngineSettings(_Section):
         1_048_576, ge=1, description="Tokens whose keys and values fit; beyond them the newest requests are preempted."
     )
     router: RouterSettings = Field(
-        default_factory=lambda: RouterSettings(policy="least_loaded", loading_share=1.0),
+        default_factory=lambda: RouterSettings.model_validate(_ROUTER),
         description="Of the real router, which spreads the requests over them.",
     )
+
+    @field_validator("router", mode="before")
+    @classmethod
+    def _router_over_defaults(cls, given: object) -> object:
+        return _over(_ROUTER, given)
 
     @property
     def tokens_per_s(self) -> float:
@@ -144,8 +159,13 @@ class SimulationPlan(_Section):
     trainer: ModelledTrainerSettings = Field(default_factory=ModelledTrainerSettings)
     load: LoadSettings = Field(default_factory=LoadSettings)
     scheduling: SchedulingSettings = Field(
-        default_factory=lambda: SchedulingSettings(batch_size=512, row_tokens=32_768), description="As in a run."
+        default_factory=lambda: SchedulingSettings.model_validate(_SCHEDULING), description="As in a run."
     )
+
+    @field_validator("scheduling", mode="before")
+    @classmethod
+    def _scheduling_over_defaults(cls, given: object) -> object:
+        return _over(_SCHEDULING, given)
 
     @property
     def max_staleness(self) -> int:
