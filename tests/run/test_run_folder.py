@@ -20,6 +20,7 @@ from tailrace.records import CheckpointWritten, Event, RunStatus, StepTrained, T
 from tailrace.reporting.metrics import METRICS
 from tailrace.reporting.summary import RunSummary, read_summary
 from tailrace.reporting.tokens import read_rollout, token_files
+from tailrace.reporting.tokens.files import is_beside_rollouts
 from tailrace.run.folder import RunPaths, count_starts, record_settings, saved_step, wind_back
 from tests.run.runs import REPORT, RESUMED, length_ratio, records, rollouts, run_inline, tiny_settings, warm_from
 from tests.support.chrome_trace import crossings, read_trace, spans, tracks
@@ -128,6 +129,7 @@ def test_the_trainer_exports_the_steps_whose_rollouts_are_written(tmp_path: Path
     asyncio.run(run_inline(tmp_path, "--max_steps", "3", "--observability.tokens_every_steps", "2"))
     names = {path.name for path in (tmp_path / "run/tokens").iterdir()}
     assert names == {"step_000002.parquet", "step_000002_rank_0.parquet"}
+    assert is_beside_rollouts(tmp_path / "run/tokens/step_000002_rank_0.parquet")
     trained = next(one for one in rollouts(tmp_path / "run") if one["outcome"].get("step") == 2)
     (branch,) = read_rollout(tmp_path / "run", trained["rollout_id"], step=2)
     assert branch.trainer is not None

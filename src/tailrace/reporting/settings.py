@@ -39,7 +39,7 @@ class ObservabilitySettings(BaseModel):
         1000.0,
         gt=0,
         description="Megabytes at most in tokens/. Over it files are deleted so that those left span the run evenly;"
-        " those that trainer.export_tokens asks for are not counted, and stay.",
+        " those that trainer.export_tokens asks for, or did in an earlier start, are not counted, and stay.",
     )
     lag_interval_s: float = Field(0.1, gt=0, description="Seconds between two measurements of event-loop lag.")
     stall_s: float = Field(1.0, gt=0, description="Event-loop stalls longer than this many seconds log their stack.")

@@ -299,7 +299,6 @@ def _observer(ground: RunGround, writers: RunWriters, roles: StartedRoles) -> Ru
             ground.renderer.text,
             every_steps=chosen.tokens_every_steps,
             max_bytes=int(chosen.tokens_mb * 1e6),
-            keeps_exports=settings.trainer.export_tokens is not None,
         ),
         capture=CaptureWriter(
             paths.capture,

@@ -258,7 +258,10 @@ def _open_export(
 
     folder = tokenizer_folder(settings.model.name, paths.tokenizer)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    return TokenExport(paths.tokens, tokenizer, form, rank=rank, every_steps=every_steps)
+    beside_rollouts = settings.trainer.export_tokens is None
+    return TokenExport(
+        paths.tokens, tokenizer, form, rank=rank, every_steps=every_steps, beside_rollouts=beside_rollouts
+    )
 
 
 async def generator(role: Role) -> None:

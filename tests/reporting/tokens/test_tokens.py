@@ -41,6 +41,7 @@ from tailrace.reporting.tokens import (
 )
 from tailrace.reporting.tokens.files import Moment, surplus
 from tailrace.tracing.background import BackgroundWriter
+from tailrace.training.settings.trainer import BESIDE_ROLLOUTS
 
 CONTEXT, SAMPLED, TOOL = TokenOrigin
 
@@ -94,25 +95,25 @@ def write(
     oldest: dict[RolloutId, int] | None = None,
     *,
     max_bytes: int = 10**9,
-    keeps_exports: bool = False,
 ) -> None:
     writer = BackgroundWriter()
-    tokens = TokenWriter(
-        *(run / "tokens", writer, text_of), every_steps=1, max_bytes=max_bytes, keeps_exports=keeps_exports
-    )
+    tokens = TokenWriter(run / "tokens", writer, text_of, every_steps=1, max_bytes=max_bytes)
     tokens.write(step, entries, oldest or {})
     assert writer.close()
     assert (writer.dropped, writer.failed) == (0, 0)
 
 
-def export(run: Path, step: int, rows: list[dict[str, object]], name: str = "rank_0.parquet") -> Path:
+def export(
+    run: Path, step: int, rows: list[dict[str, object]], name: str = "rank_0.parquet", *, asked: bool = True
+) -> Path:
     """As the trainer writes it."""
     import pyarrow
     from pyarrow import parquet
 
     path = run / "tokens" / f"step_{step:06d}_{name}"
     path.parent.mkdir(exist_ok=True)
-    parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    metadata = None if asked else {BESIDE_ROLLOUTS: b"true"}
+    parquet.write_table(pyarrow.Table.from_pylist(rows).replace_schema_metadata(metadata), path)
     return path
 
 
@@ -331,12 +332,26 @@ def test_the_folder_is_bounded_and_what_is_left_spans_the_run(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("asked", [False, True])
-def test_exports_that_were_asked_for_stay(tmp_path: Path, asked: bool) -> None:
-    old = export(tmp_path, 1, [exported(3)])
+def test_exports_that_were_asked_for_stay_whichever_start_wrote_them(tmp_path: Path, asked: bool) -> None:
+    old = export(tmp_path, 1, [exported(3)], asked=asked)
+    lines, broken = (old.with_suffix(suffix) for suffix in (".jsonl", ".parquet.part"))
+    for path in (lines, broken):
+        path.write_text("half")
     write(tmp_path, 1, [an_entry()])
-    write(tmp_path, 2, [an_entry()], max_bytes=1, keeps_exports=asked)
+    write(tmp_path, 2, [an_entry()], max_bytes=1)
     assert [file.step for file in token_files(tmp_path)] == [2]
     assert old.exists() is asked
+    assert lines.exists()
+    assert broken.exists()
+
+
+def test_exports_that_were_asked_for_are_not_counted(tmp_path: Path) -> None:
+    write(tmp_path, 1, [an_entry()])
+    (file,) = token_files(tmp_path)
+    large = export(tmp_path, 1, [exported(position) for position in range(8000)])
+    write(tmp_path, 2, [an_entry()], max_bytes=3 * file.num_bytes)
+    assert large.stat().st_size > file.num_bytes
+    assert [file.step for file in token_files(tmp_path)] == [1, 2]
 
 
 def test_a_text_that_no_file_holds_costs_itself_alone(tmp_path: Path) -> None:

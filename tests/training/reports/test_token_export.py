@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from tailrace.records import Batch, RolloutId, SampleOrigins
+from tailrace.reporting.tokens.files import is_beside_rollouts
 from tailrace.training.reports.token_export import TokenExport
 from tailrace.training.settings.losses import ClippedRatioSettings
 from tailrace.training.settings.trainer import ExportFormat, TrainerSettings
@@ -150,6 +151,21 @@ def test_a_folder_that_cannot_be_written_ends_nothing(
     (metrics,) = train(tmp_path / "tokens", model_folder, form, dataclasses.replace(build_batch(), origins=ORIGINS))
     assert metrics["training/loss"] != 0
     assert "the tokens of step 1 could not be exported" in caplog.text
+
+
+@pytest.mark.parametrize("beside_rollouts", [False, True])
+def test_a_file_says_whether_it_goes_with_those_of_rollouts(
+    tmp_path: Path, model_folder: Path, form: ExportFormat, beside_rollouts: bool
+) -> None:
+    tokenizer = Tokenizer(WordLevel({f"word{token_id}": token_id for token_id in range(VOCABULARY)}, "word0"))
+    export = TokenExport(tmp_path, tokenizer, form, beside_rollouts=beside_rollouts)
+    trainer = Trainer(
+        TrainerSettings(learning_rate=1e-3), model_name=str(model_folder), max_steps=9, max_staleness=9, export=export
+    )
+    trainer.train_step(build_batch())
+    export.close()
+    (path,) = tmp_path.iterdir()
+    assert is_beside_rollouts(path) is (beside_rollouts and form == "parquet")
 
 
 def test_steps_that_are_left_out_have_no_file(tmp_path: Path, model_folder: Path) -> None:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from tailrace.training.settings.trainer import BESIDE_ROLLOUTS
+
 TOKENS_FOLDER = "tokens"
 _NAME = re.compile(r"(step|evaluation)_(\d{1,15})(_rank_\d{1,6})?\.(parquet|jsonl)(\.part)?")
 
@@ -94,6 +96,21 @@ def files_in(folder: Path) -> list[FoundFile]:
                         FoundFile(Path(entry.path), moment, is_export, is_part, about.st_size, about.st_mtime_ns)
                     )
     return found
+
+
+def is_beside_rollouts(export: Path) -> bool:
+    """Whether an export goes with its step's rollouts: it was not asked for by itself, and says so. Reads its end.
+
+    One that cannot be read, or is of a version that did not say it, may have been asked for.
+    """
+    if export.suffix != ".parquet":
+        return False
+    from pyarrow import ArrowException, parquet
+
+    try:
+        return BESIDE_ROLLOUTS in (parquet.read_metadata(export).metadata or {})
+    except (OSError, ArrowException):
+        return False
 
 
 def surplus(sizes: Mapping[Moment, int], max_bytes: int) -> list[Moment]:

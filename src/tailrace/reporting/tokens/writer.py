@@ -23,7 +23,7 @@ from tailrace.records import Branch, Float32Array, RolloutId
 from tailrace.records.columns import TEACHER_TOP_IDS, TEACHER_TOP_LOGPROBS
 from tailrace.reporting.rollout_records import RolloutEntry
 from tailrace.reporting.sinks import WaitingRollouts
-from tailrace.reporting.tokens.files import Moment, files_in, surplus
+from tailrace.reporting.tokens.files import FoundFile, Moment, files_in, is_beside_rollouts, surplus
 from tailrace.tracing.background import BackgroundWriter
 from tailrace.tracing.phases import phase
 
@@ -66,13 +66,12 @@ class TokenWriter:
         *,
         every_steps: int,
         max_bytes: int,
-        keeps_exports: bool = False,
         waiting_rollouts: int = 1024,
     ) -> None:
-        """`text_of` tells the text of token ids. With `keeps_exports` the trainer's files in the folder are neither
-        counted nor deleted."""
+        """`text_of` tells the text of token ids."""
         self._folder, self._every_steps, self._max_bytes = folder, every_steps, max_bytes
-        self._keeps_exports = keeps_exports
+        self._exports: dict[Path, bool] = {}
+        """Whole ones: whether they go with the files of rollouts."""
         self._waiting = WaitingRollouts(writer, at_most=waiting_rollouts)
         self._text_of = lru_cache(_REMEMBERED_TEXTS)(lambda token_id: text_of([token_id]))
 
@@ -114,16 +113,22 @@ class TokenWriter:
 
     def _bound(self) -> None:
         """Delete what is too much, and what an earlier start of the run left half written."""
-        found = files_in(self._folder)
-        if self._keeps_exports:
-            found = [one for one in found if not one.is_export]
+        found = [one for one in files_in(self._folder) if not self._stays(one)]
         sizes: dict[Moment, int] = {}
         for one in found:
             sizes[one.moment] = sizes.get(one.moment, 0) + one.num_bytes
         gone = set(surplus(sizes, self._max_bytes))
         for one in found:
-            if one.moment in gone or (one.is_part and not one.is_export):
+            if one.moment in gone or one.is_part:
                 one.path.unlink(missing_ok=True)
+
+    def _stays(self, one: FoundFile) -> bool:
+        """Whether it is an export that was asked for, in this start of the run or in one before, or may be one."""
+        if not one.is_export or one.is_part:
+            return one.is_export
+        if one.path not in self._exports:
+            self._exports[one.path] = is_beside_rollouts(one.path)
+        return not self._exports[one.path]
 
 
 class _Row:

@@ -33,7 +33,7 @@ from tailrace.errors import SettingsError
 from tailrace.extras import extra_needed
 from tailrace.records import BatchRow
 from tailrace.training.model.head import LossOutput
-from tailrace.training.settings.trainer import ExportFormat
+from tailrace.training.settings.trainer import BESIDE_ROLLOUTS, ExportFormat
 
 Columns: TypeAlias = Mapping[str, NDArray[np.generic] | Sequence[str]]
 
@@ -47,13 +47,24 @@ class TokenExport:
     """The files of one rank."""
 
     def __init__(
-        self, folder: Path, tokenizer: Tokenizer, form: ExportFormat, *, rank: int = 0, every_steps: int = 1
+        self,
+        folder: Path,
+        tokenizer: Tokenizer,
+        form: ExportFormat,
+        *,
+        rank: int = 0,
+        every_steps: int = 1,
+        beside_rollouts: bool = False,
     ) -> None:
-        """`tokenizer` tells the texts. Raises `SettingsError` where Parquet cannot be written here."""
+        """`tokenizer` tells the texts. With `beside_rollouts` Parquet files say that they go with those of rollouts.
+
+        Raises `SettingsError` where Parquet cannot be written here.
+        """
         if form == "parquet" and importlib.util.find_spec("pyarrow") is None:
             needed = extra_needed('trainer.export_tokens = "parquet"', "pyarrow", "parquet")
             raise SettingsError(f'{needed}, or choose "jsonl"')
         self._folder, self._form, self._rank, self._every_steps = folder, form, rank, every_steps
+        self._metadata = {BESIDE_ROLLOUTS: b"true"} if beside_rollouts else None
         self._text = lru_cache(_REMEMBERED_TEXTS)(lambda token_id: tokenizer.decode([token_id], False))
         self._rows: list[Columns] = []
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="token-export")
@@ -116,7 +127,10 @@ class TokenExport:
         part = path.with_name(f"{path.name}.part")
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            (_write_parquet if self._form == "parquet" else _write_lines)(part, columns)
+            if self._form == "parquet":
+                _write_parquet(part, columns, self._metadata)
+            else:
+                _write_lines(part, columns)
             part.replace(path)
         except OSError as error:
             _log.warning("the tokens of step %d could not be exported to %s: %s", step, path, error.strerror)
@@ -124,11 +138,11 @@ class TokenExport:
                 part.unlink()
 
 
-def _write_parquet(path: Path, columns: Columns) -> None:
+def _write_parquet(path: Path, columns: Columns, metadata: Mapping[bytes, bytes] | None) -> None:
     import pyarrow
     from pyarrow import parquet
 
-    table = pyarrow.table({name: pyarrow.array(column) for name, column in columns.items()})
+    table = pyarrow.table({name: pyarrow.array(column) for name, column in columns.items()}, metadata=metadata)
     parquet.write_table(table, path, compression="zstd", row_group_size=_GROUP_TOKENS)
 
 

@@ -13,6 +13,8 @@ from tailrace.training.settings.losses import ClippedRatioSettings, DecoupledPpo
 
 ComputeDtype: TypeAlias = Literal["float32", "bfloat16"]
 ExportFormat: TypeAlias = Literal["parquet", "jsonl"]
+BESIDE_ROLLOUTS = b"tailrace.beside_rollouts"
+"""In a Parquet file of exported tokens: nobody asked for it but by `observability.tokens_every_steps`."""
 
 
 _NOT_TO_BE_HAD = ("tensor_parallel", "expert_parallel", "pipeline_parallel", "context_parallel")
