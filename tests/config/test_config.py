@@ -389,9 +389,13 @@ def test_a_run_may_end_before_its_learning_rate_has_risen() -> None:
 def test_a_learning_rate_that_has_fallen_before_it_has_risen_is_refused_where_the_run_goes_on() -> None:
     """It would be that of the decay's end from there, and 0 mostly."""
     assert handed_to_roles("--trainer.decay_steps", "6").trainer.decay_steps == 6
-    assert handed_to_roles("--trainer.decay_steps", "5", "--trainer.decay", "constant").trainer.decay_steps == 5
     with pytest.raises(SettingsError, match=r"warmup_steps = 5 it rises until then: write more decay_steps, or fewer"):
         handed_to_roles("--trainer.decay_steps", "5")
+
+
+def test_a_step_at_which_a_constant_learning_rate_has_fallen_is_refused() -> None:
+    with pytest.raises(SettingsError, match=r"decay_steps = 5 .* 'constant' it does not fall: leave it out, or"):
+        handed_to_roles("--trainer.decay_steps", "5", "--trainer.decay", "constant")
 
 
 @pytest.mark.parametrize("settings", [RunSettings, SimulationPlan])
@@ -788,6 +792,7 @@ def test_the_plan_says_every_budget_in_plain_words() -> None:
     [
         (["--schedule", "sync"], "Synchronous: generation and training take turns"),
         (["--trainer.ranks", "2"], "one that is silent for 300 s ends all of them."),  # which are started again
+        (["--trainer.decay", "constant"], "The learning rate does not fall: trainer.decay_end = 0.1 is for"),
         (["--model.max_model_tokens", "65"], "A step trains on at most 12,288 completion tokens."),  # 3 turns of 64
         (["--schedule", "one-step-off"], "At most 128 rollouts are admitted and not yet trained ((1 + 1) x 64)."),
         (["--scheduling.on_stale", "restart"], "is started again, at most 1 times, then masked."),

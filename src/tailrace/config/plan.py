@@ -52,13 +52,14 @@ class Plan:
 def plan_run(settings: RunSettings, num_tasks: Mapping[str, int]) -> Plan:
     """Derive the budgets. `num_tasks` counts each environment's training tasks, by its id.
 
-    Raises `SettingsError` where the learning rate would have fallen before it has risen, and the run goes on then.
+    Raises `SettingsError` where the learning rate would have fallen before it has risen, and the run goes on then, and
+    where it is told when to have fallen, and does not fall.
     """
     batch_size, max_staleness = settings.scheduling.batch_size, settings.max_staleness
     sizes = dict(zip(num_tasks, map(settings.group_size, settings.environments), strict=True))
     steps_per_epoch = sum(count * sizes[name] for name, count in num_tasks.items()) / batch_size
     expected_steps = min(settings.max_steps or float("inf"), steps_per_epoch * (settings.max_epochs or float("inf")))
-    _require_decay_after_warmup(settings, expected_steps)
+    _require_decay_steps_in_place(settings, expected_steps)
     budget = settings.scheduling.staleness_budget(max_staleness)
     over = settings.scheduling.over_sampling
     max_running = min(settings.max_running, budget if over == 1 else int(over * batch_size))
@@ -88,10 +89,17 @@ def with_decay_end(settings: RunSettings, plan: Plan) -> RunSettings:
     return settings.model_copy(update={"trainer": end})
 
 
-def _require_decay_after_warmup(settings: RunSettings, expected_steps: float) -> None:
+def _require_decay_steps_in_place(settings: RunSettings, expected_steps: float) -> None:
     trainer = settings.trainer
-    if trainer.decay == "constant" or trainer.decay_steps is None:
+    if trainer.decay_steps is None:
         return
+    if trainer.decay == "constant":
+        raise SettingsError(
+            f"trainer.decay_steps = {trainer.decay_steps} is the step at which the learning rate has fallen, and with "
+            "trainer.decay = 'constant' it does not fall: leave it out, or write trainer.decay = \"linear\" or "
+            '"cosine"',
+            key=("trainer", "decay_steps"),
+        )
     if trainer.decay_steps <= trainer.warmup_steps < expected_steps:
         raise SettingsError(
             f"trainer.decay_steps = {trainer.decay_steps} is the step at which the learning rate has fallen, and with "
@@ -113,6 +121,7 @@ def _end(settings: RunSettings, steps_per_epoch: float, expected_steps: float) -
         ]
     return [
         f"A step trains on at most {_rollout_tokens(settings) * settings.scheduling.batch_size:,} completion tokens.",
+        *_decay(settings),
         *_ranks(settings),
         *_components(settings),
         epoch,
@@ -144,6 +153,16 @@ def _rollout_tokens(settings: RunSettings) -> int:
     turn_tokens = min(turn_tokens, settings.max_model_tokens - 1)
     turns = max(environment.max_turns or rollouts.max_turns for environment in environments)
     return min(turn_tokens * turns, rollouts.max_rollout_tokens or turn_tokens * turns)
+
+
+def _decay(settings: RunSettings) -> list[str]:
+    trainer = settings.trainer
+    if trainer.decay != "constant" or not trainer.decay_end:
+        return []
+    return [
+        f"The learning rate does not fall: trainer.decay_end = {trainer.decay_end:g} is for trainer.decay = 'linear' "
+        "and 'cosine', and it is 'constant'."
+    ]
 
 
 def _ranks(settings: RunSettings) -> list[str]:
