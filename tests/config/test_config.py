@@ -170,6 +170,11 @@ ON_GPUS = ["--trainer.device", "cuda", "--generator.engine", "vllm"]
         (["--rollouts.evaluation.temperature", "0.001", "--generator.engine", "vllm"], "sample at 0.01 or above"),
         (["--environment.temperature", "3", "--generator.engine", "vllm"], "environments asks for a temperature of 3,"),
         (
+            ["--environment.judge.temperature", "0.001"],
+            r"^command line: environments.0.judge.temperature asks for a temperature of 0.001, and engines sample at",
+        ),
+        (["--environment.judge.temperature", "3", "--generator.engine", "vllm"], "temperature of 3, .* 2 at most"),
+        (
             [*TEACHER, "--scheduling.group_release", "early"],
             "asks a teacher when a group is scored, .* leave one of them",
         ),
@@ -350,6 +355,13 @@ def test_only_a_name_is_told_to_name_a_folder() -> None:
         load_settings("quickstart", ["--placement", "a b"])
     with pytest.raises(SettingsError, match="name = 'a b' cannot name a folder"):
         load_settings("quickstart", ["--name", "a b"])
+
+
+def test_a_judge_elsewhere_may_have_any_temperature() -> None:
+    judge = ["--environment.judge.url", "http://judge/v1", "--environment.judge.temperature", "0.001"]
+    (environment,) = load_settings("quickstart", judge).environments
+    assert environment.judge is not None
+    assert environment.judge.temperature == 0.001
 
 
 def test_a_run_without_an_end_is_refused(write) -> None:  # type: ignore[no-untyped-def]

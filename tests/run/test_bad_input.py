@@ -137,6 +137,7 @@ SAME_NAME = """[
             ("--scheduling.group_release", "early", "--environment.judge.rubric", "which is best"),
             *(SettingsError, "environment 'words' scores whole groups"),
         ),
+        (environment("judged_coolly"), SettingsError, r"environments.0.judge.temperature asks for .* 0.001, and eng"),
         (("--environments", SAME_NAME), SettingsError, "two environments are called 'hanging'"),
         (("--environment.name", "alfabet-sort"), SettingsError, "did you mean 'alphabet-sort'"),
         (("--model.name", "bundled:slowstart"), ModelError, "no such bundled model; bundled are: quickstart"),

@@ -121,6 +121,7 @@ async def test_a_generator_that_returns_no_experts_is_refused_where_they_are_tra
         ("rollouts.temperature", ("--rollouts.temperature", "2.5")),
         ("rollouts.evaluation.temperature", ("--rollouts.evaluation.temperature", "2.25")),
         ("environments", ("--environment.temperature", "3")),
+        ("environments.0.judge.temperature", ("--environment.judge.temperature", "3")),
     ],
 )
 async def test_a_generator_that_takes_no_such_temperature_is_refused_before_the_first_rollout(

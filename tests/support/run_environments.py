@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tailrace.environments import EnvironmentSpec, Message, Observation, Policy, Task
+from tailrace.environments import EnvironmentSpec, JudgeSettings, Message, Observation, Policy, Task
 from tailrace.records import Group, Reward
 
 if TYPE_CHECKING:
@@ -58,6 +58,11 @@ wrapped = EnvironmentSpec(name="wrapped", agent=functools.partial(answer), train
 
 def empty() -> EnvironmentSpec:
     return EnvironmentSpec(name="empty", agent=answer)
+
+
+judged_coolly = EnvironmentSpec(
+    name="judged-coolly", agent=answer, train_tasks=[{"word": "a"}], judge=JudgeSettings(temperature=0.001)
+)
 
 
 async def praise(task: Task, policy: Policy) -> float:

@@ -107,11 +107,20 @@ class RunSettings(BaseModel):
         return self.seed if own is None else own
 
     def temperatures_outside(self, least: float, highest: float) -> list[tuple[str, float]]:
-        """By their settings, those asked for that an engine of this range, and of 0 (greedy), does not take."""
+        """By their settings, those asked for that an engine of this range, and of 0 (greedy), does not take.
+
+        Judges at an endpoint ask no engine of the run.
+        """
+        judges = {
+            f"environments.{index}.judge.temperature": one.judge
+            for index, one in enumerate(self.environments)
+            if one.judge is not None and one.judge.url is None
+        }
         asked = [
             ("rollouts.temperature", self.rollouts.temperature),
             ("rollouts.evaluation.temperature", self.rollouts.evaluation.temperature),
             *(("environments", one.temperature) for one in self.environments),
+            *((key, judge.temperature) for key, judge in judges.items()),
         ]
         return [(key, one) for key, one in asked if one and not least <= one <= highest]
 

@@ -10,6 +10,7 @@ from types import MappingProxyType
 import numpy as np
 
 from tailrace.config import RunSettings
+from tailrace.config.contradictions.generators import temperatures
 from tailrace.environments import EnvironmentSettings, EnvironmentSpec, load_environment
 from tailrace.environments.outside import OutsideAgent
 from tailrace.environments.registry import is_built_in
@@ -70,7 +71,18 @@ def load_environments(
         loaded[spec.name] = LoadedEnvironment.of(
             spec, settings.rollouts, chosen, is_apart=is_apart, stays_because=stays_because
         )
+    _require_judges_in_range(settings, loaded)
     return loaded
+
+
+def _require_judges_in_range(settings: RunSettings, loaded: Mapping[str, LoadedEnvironment]) -> None:
+    """Also where the environment says what its judge samples at. Raises `SettingsError`."""
+    judged = tuple(
+        chosen.model_copy(update={"judge": one.spec.judge})
+        for chosen, one in zip(settings.environments, loaded.values(), strict=True)
+    )
+    if found := next(temperatures(settings.model_copy(update={"environments": judged})), None):
+        raise SettingsError(found.message, key=found.keys[0])
 
 
 def _is_apart(

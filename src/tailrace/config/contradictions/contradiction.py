@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from tailrace.config.sources import Key
+from tailrace.config.sources import Key, as_index
 
 if TYPE_CHECKING:
     from tailrace.config.settings import RunSettings
@@ -17,7 +17,7 @@ class Contradiction:
 
     def __init__(self, message: str, *keys: str) -> None:
         self.message = message
-        self.keys: tuple[Key, ...] = tuple(tuple(key.split(".")) for key in keys)
+        self.keys: tuple[Key, ...] = tuple(tuple(map(as_index, key.split("."))) for key in keys)
 
 
 class Contradictions(ValueError):

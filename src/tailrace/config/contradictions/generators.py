@@ -165,7 +165,8 @@ def _contexts(settings: RunSettings) -> Iterator[Contradiction]:
             )
 
 
-def _temperatures(settings: RunSettings) -> Iterator[Contradiction]:
+def temperatures(settings: RunSettings) -> Iterator[Contradiction]:
+    """Those asked for that the run's engine does not sample at."""
     for key, temperature in settings.temperatures_outside(LEAST_TEMPERATURE, math.inf):
         yield Contradiction(
             f"{key} asks for a temperature of {temperature:g}, and engines sample at {LEAST_TEMPERATURE:g} or above: "
@@ -188,5 +189,5 @@ CHECKS = (
     _supports,
     _support_room,
     _contexts,
-    _temperatures,
+    temperatures,
 )
