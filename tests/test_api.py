@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -17,13 +18,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tomli_w
 
 import tailrace
-from tailrace.api import _importable_name
+from tailrace.api import _Given, _importable_name
 from tailrace.environments import EnvironmentSpec
 from tailrace.errors import DataError, LifecycleError, SettingsError
 from tailrace.records import RunStatus, Task
 from tailrace.reporting.summary import read_summary
+from tailrace.training.settings.trainer import TrainerSettings
 from tests.run.runs import IMPORTS, ROOT
 from tests.support import run_environments
 
@@ -43,6 +46,14 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run(**changes: Any) -> dict[str, Any]:
     return {"environment": run_environments.words, "max_steps": 2, **SMALL, **changes}
+
+
+def test_an_object_of_settings_stands_for_the_table_of_what_was_set_in_it() -> None:
+    tables = {"model": {"name": "bundled:quickstart"}, "environments": ["alphabet-sort"], "max_steps": 2}
+    given = _Given({**tables, "trainer": TrainerSettings(learning_rate=1e-4)}, None)
+    table = tomllib.loads(tomli_w.dumps(given.places.file.table))
+    assert table["trainer"] == {"learning_rate": 1e-4}
+    assert given.settings.trainer == TrainerSettings(learning_rate=1e-4)
 
 
 def test_the_page_says_what_happens() -> None:

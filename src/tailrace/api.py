@@ -29,7 +29,7 @@ from tailrace.run import evaluating, training
 from tailrace.run.callbacks import Callbacks, OnMetrics
 from tailrace.run.evaluating import EnvironmentEvaluation
 
-_LEAVES: Final = str | bool | int | float | date | clock_time | BaseModel | None
+_LEAVES: Final = str | bool | int | float | date | clock_time | None
 """What a setting may be beside a table and a list; what None stands for is told with its setting."""
 Settings: TypeAlias = str | os.PathLike[str] | Mapping[str, Any] | RunSettings
 """A packaged recipe's name, a .toml file, or the same in tables.
@@ -250,7 +250,11 @@ def _refuse_rows(name: str, given: object) -> None:
 
 
 def _plain(value: Any, what: str) -> Any:
-    """Tables and lists as TOML would give them, with text for paths and Python's own numbers for NumPy's."""
+    """Tables and lists as TOML would give them, with text for paths, Python's own numbers for NumPy's, and of objects
+    of settings what was set.
+    """
+    if isinstance(value, BaseModel):
+        value = value.model_dump(exclude_unset=True)
     if isinstance(value, Mapping):
         if unnamed := [key for key in value if not isinstance(key, str)]:
             raise SettingsError(f"{what}: {unnamed[0]!r} names no setting: names are text")
