@@ -7,6 +7,7 @@ from importlib.metadata import PackageNotFoundError
 import pytest
 
 from tailrace.cli import main
+from tailrace.config import without_training
 from tailrace.errors import SettingsError
 from tailrace.run.devices import in_own_process, role_devices
 from tests.run.runs import tiny_settings
@@ -116,6 +117,13 @@ def test_weights_are_transferred_between_two_gpus_by_a_vllm_that_has_any(monkeyp
     assert devices(*transferred) == {"trainer": ("4",), "generator": ("5",)}
     with pytest.raises(SettingsError, match="GPU 4 is both the trainer's and the generator's"):
         devices(*transferred, "--trainer.devices", "4", "--generator.devices", "4")
+
+
+def test_without_training_the_trainer_needs_none() -> None:
+    ranks = ("--trainer.device", "cuda", "--trainer.ranks", "4", "--generator.device", "cuda")
+    assert role_devices(without_training(tiny_settings(*ranks, "--generator.devices", "7"))) == {"generator": ("7",)}
+    shares = {"generator-0": ("4",), "generator-1": ("5",)}
+    assert role_devices(without_training(tiny_settings(*ranks, "--generator.replicas", "2"))) == shares
 
 
 def test_a_dry_run_shows_who_gets_what(capsys: pytest.CaptureFixture[str]) -> None:

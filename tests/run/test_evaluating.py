@@ -10,6 +10,7 @@ import pytest
 
 from tailrace.config import RunSettings
 from tailrace.config.sources import recipe_folder
+from tailrace.environments import EnvironmentSpec, Policy, Task
 from tailrace.errors import EnvironmentFailed, SettingsError
 from tailrace.free_ports import free_port
 from tailrace.records import GroupId, RolloutId
@@ -42,6 +43,29 @@ async def test_several_generators_measure_what_one_does_in_this_process_and_leav
     assert len(alone) == 6
     assert await rewards("--generator.replicas", "2") == alone
     assert not [*shared_memory_folder().glob(f"tailrace-run-{os.getpid()}-*")]
+
+
+async def test_what_the_settings_say_of_the_trainer_changes_nothing() -> None:
+    assert await rewards("--trainer.ranks", "2") == await rewards(*INLINE)
+
+
+async def test_as_many_rollouts_run_as_the_generators_that_are_started_have_slots_for() -> None:
+    """And not those that might join a run."""
+    running = most = 0
+
+    async def agent(task: Task, policy: Policy) -> float:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await policy.chat([{"role": "user", "content": str(task["word"])}])
+        running -= 1
+        return 0.0
+
+    words = [{"word": f"word {number}"} for number in range(8)]
+    counted = EnvironmentSpec(name="counted", agent=agent, train_tasks=words, held_out=6, trusted=True)
+    elastic = ("--generator.replicas", "{min = 1, max = 4}", "--generator.slots", "2")
+    [found] = await evaluate_model(settings(*elastic, "--environment.name", "counted"), given={"counted": counted})
+    assert (len(found.result.rewards), most) == (6, 2)
 
 
 async def test_greedy_decoding_is_measured_beside_what_the_settings_ask_for(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tailrace.config.deadlines import with_scaled_deadlines
+from tailrace.config.generators_alone import without_training
 from tailrace.config.overrides import apply_overrides, flattened, parse_overrides
 from tailrace.config.plan import plan_run, with_decay_end
 from tailrace.config.problems import validated
@@ -69,6 +70,7 @@ __all__ = [
     "simulation_reference",
     "with_decay_end",
     "with_scaled_deadlines",
+    "without_training",
 ]
 
 RUNS = Path("runs")

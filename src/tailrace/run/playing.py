@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias, TypeVar
 
-from tailrace.config import RunSettings, with_scaled_deadlines
+from tailrace.config import RunSettings, with_scaled_deadlines, without_training
 from tailrace.lifecycle.event_loop import first_done
 from tailrace.rollouts import ChatRenderer, LoadedEnvironment, Rollouter
 from tailrace.run.orchestrator import root_cause
@@ -41,7 +41,7 @@ class Playing:
     """What rollouts are played with, until its block ends."""
 
     settings: RunSettings
-    """As a run would have them: within the model's own context, deadlines scaled."""
+    """As a run would have them: within the model's own context, deadlines scaled; with the generators that play."""
     renderer: ChatRenderer
     rollouter: Rollouter
     report_progress: ReportProgress | None
@@ -79,8 +79,10 @@ async def playing(
         folder = Path(temporary)
         renderer = await asyncio.to_thread(make_renderer, settings, folder)
         settings = with_scaled_deadlines(within_own_context(settings, renderer))
+        untrained = without_training(settings)
+        settings = settings.model_copy(update={"generator": untrained.generator})
         async with (
-            open_generate(settings, folder) as (generate, failed),
+            open_generate(untrained, folder) as (generate, failed),
             open_rollouter(settings, environments, renderer=renderer, generate=generate) as rollouter,
         ):
             try:  # all rollouts meet the failure of their generators

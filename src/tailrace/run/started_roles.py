@@ -141,19 +141,9 @@ async def start_roles(settings: RunSettings, paths: RunPaths, log: MemoryEventLo
 async def open_generate(settings: RunSettings, folder: Path) -> AsyncIterator[tuple[Generate, Watch]]:
     """`Generate` with the settings' own model, and a coroutine function that raises its failure once there is one.
 
-    A single generator runs in this process, several do in processes of their own, with logs in `folder`.
+    The settings are those of generators alone (`without_training`), which write their logs into `folder`.
     """
-    is_alone = settings.generator.replicas.max == 1 and not settings.generator.connect
-    plays_nothing = settings.rollouts.model_copy(update={"agent_workers": 0})  # roles do not; their caller may
-    placed = settings.model_copy(
-        update={
-            "placement": "inline" if is_alone else "local",
-            "rollouts": plays_nothing,
-            "transport": settings.transport.model_copy(update={"batches": None}),  # there are none
-            "trainer": settings.trainer.model_copy(update={"feed": "batch"}),
-        },
-    )
-    async with _role_starter(placed, RunPaths(folder), MemoryEventLog(uuid.uuid4().hex)) as starter:
+    async with _role_starter(settings, RunPaths(folder), MemoryEventLog(uuid.uuid4().hex)) as starter:
         generators = starter.start_generators(with_trainer=False)
         try:
             await first_done(generators.watch(), generators.router.serving())
