@@ -22,7 +22,7 @@ from tailrace.config import (
 )
 from tailrace.config.problems import ELSEWHERE_CALLED
 from tailrace.config.sections import all_keys, end_of
-from tailrace.config.serving import load_serve_settings
+from tailrace.config.serving import joined_settings, load_serve_settings
 from tailrace.errors import SettingsError
 from tailrace.simulation import SimulationPlan
 from tailrace.training.settings.components import ReferenceKlSettings
@@ -774,6 +774,13 @@ def test_a_served_context_that_no_slot_holds_is_refused_as_a_run_s_is() -> None:
         load_serve_settings("bundled:quickstart", ["--model.max_model_tokens", "8192"])
     longer = ["--model.max_model_tokens", "8192", "--generator.max_cache_tokens", "8192"]
     assert load_serve_settings("bundled:quickstart", longer).max_model_tokens == 8192
+
+
+def test_a_generator_that_joins_a_run_takes_no_settings_of_http() -> None:
+    offered = b'{"model": {"name": "bundled:quickstart"}, "generator": {"slots": 8}}'
+    assert joined_settings(offered, None, ["--generator.slots", "4"]).generator.slots == 4
+    with pytest.raises(SettingsError, match=r"^--gateway\.port: a generator that joins a run answers that run alone$"):
+        joined_settings(offered, None, ["--gateway.port", "8000"])
 
 
 @pytest.mark.parametrize("port", ["²", pytest.param("9" * 5000, id="long"), "-1", ""])

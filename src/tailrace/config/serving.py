@@ -59,6 +59,8 @@ def load_serve_settings(model: str, overrides: Sequence[str], http: str | None =
 def joined_settings(offered: bytes, model: str | None, overrides: Sequence[str]) -> ServeSettings:
     """Those that a run offers to what joins it, as JSON, and the command line's. Raises `SettingsError`."""
     given = _given(overrides) | ({("model", "name"): model} if model else {})
+    if of_http := [key for key in given if key[0] == "gateway"]:
+        raise SettingsError(f"--{'.'.join(of_http[0])}: a generator that joins a run answers that run alone")
     table = apply_overrides(json.loads(offered), given)
     return validated(ServeSettings, table, Places(SettingsFile("the run's settings", table), set(given)))
 
