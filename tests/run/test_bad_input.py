@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
 from collections import Counter
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
 
+from tailrace.cli import main
 from tailrace.config import load_settings
 from tailrace.errors import DataError, ModelError, SettingsError
 from tailrace.records import RunStatus
@@ -17,7 +20,7 @@ from tailrace.rollouts import ChatRenderer
 from tailrace.run.folder import open_run_folder, record_settings
 from tailrace.run.parts import within_own_context
 from tailrace.run.training import train
-from tests.run.runs import RESUMED, environment, records, rollouts, run_inline, tiny_settings
+from tests.run.runs import RESUMED, TINY, environment, records, rollouts, run_inline, tiny_settings
 from tests.support.bundled_models import copy_bundled
 from tests.support.chat_models import save_chat_model
 from tests.support.state_models import save_state_model
@@ -262,3 +265,51 @@ async def test_a_disk_that_takes_no_checkpoint_fails_the_run(tmp_path: Path) -> 
     assert (summary.status, summary.exit_code, summary.checkpoint_path) == (RunStatus.FAILED, 1, "")
     assert "cannot be written" in summary.reason
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "failed"
+
+
+DRY = ("train", "quickstart", *TINY, *environment("words"), "--max_steps", "1", "--dry-run")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        (
+            ("--generator.batch_invariant", "true", "--generator.kv_cache", "recompute"),
+            "generator.batch_invariant: the torch engine's sums depend",
+        ),
+        (
+            ("--generator.connect", "tcp://127.0.0.1:1", "--generator.connect_key", "/nowhere/key"),
+            "generator.connect_key: cannot read the key file /nowhere/key: No such file or directory",
+        ),
+    ],
+)
+def test_a_dry_run_refuses_what_a_role_would(
+    wrong: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*DRY, *wrong]) == 2
+    assert says in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_dry_run_says_that_parquet_needs_an_extra(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    find_spec = importlib.util.find_spec
+
+    def find(name: str, package: str | None = None) -> ModuleSpec | None:
+        return None if name == "pyarrow" else find_spec(name, package)
+
+    monkeypatch.setattr("importlib.util.find_spec", find)
+    assert main([*DRY, "--export-tokens", "parquet"]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert 'trainer.export_tokens = "parquet" needs pyarrow: pip install "tailrace[parquet]", or choose "jsonl"' in said
+
+
+def test_a_dry_run_has_no_trainer_for_a_stream_within_its_process(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "own.toml").write_text(
+        'placement = "inline"\ntrainer.feed = "stream"\nmodel.name = "bundled:quickstart"\n'
+        '[[environments]]\nname = "alphabet-sort"\n'
+    )
+    assert main(["train", str(tmp_path / "own.toml"), "--dry-run"]) == 2
+    assert "which placement = 'inline' would have in this process" in " ".join(capsys.readouterr().err.split())

@@ -24,6 +24,12 @@ def require_engine(generator: GeneratorSettings) -> None:
     """Raise `SettingsError` for an engine that is not installed or settings that it does not take; imports neither."""
     if generator.engine == "vllm":
         require_vllm(generator)
+    elif generator.batch_invariant:
+        raise SettingsError(
+            "generator.batch_invariant: the torch engine's sums depend, in their last bits, on what runs beside a "
+            "request; leave it off",
+            key=("generator", "batch_invariant"),
+        )
     elif generator.vllm or (generator.tensor_parallel > 1 and not generator.lockstep):
         given = "generator.vllm" if generator.vllm else "generator.tensor_parallel"
         raise SettingsError(f"{given} is for generator.engine = 'vllm', but the engine is {generator.engine!r}")

@@ -64,6 +64,7 @@ from tailrace.run.teacher import require_endpoint
 from tailrace.run.trainer_lives import describe_lives
 from tailrace.run.watchdog import end_when_still
 from tailrace.training.settings.lora import require_peft
+from tailrace.training.settings.trainer import require_export
 
 _logger = logging.getLogger(__name__)
 
@@ -114,7 +115,6 @@ async def train(
     devices = await asyncio.to_thread(role_devices, settings)
     environments = await asyncio.to_thread(checked_environments, settings, given)
     await asyncio.to_thread(require_known_files, settings)
-    await asyncio.to_thread(connect_keys, settings.generator)  # which every connection reads anew
     await wait_for_owner_elsewhere(parent / settings.name)
     with open_run_folder(settings, parent) as paths, contextlib.ExitStack() as until_written:
         summary = await _train_in(
@@ -205,9 +205,11 @@ async def _train_in(
 
 
 def checked_environments(settings: RunSettings, given: Mapping[str, object]) -> dict[str, LoadedEnvironment]:
-    """Those of the settings. Raises before anything is started where an engine, an extra or tasks are missing."""
+    """Those of the settings. Raises before anything is started where an engine, keys, an extra or tasks are missing."""
     require_engine(settings.generator)
+    connect_keys(settings.generator)  # which every connection reads anew
     require_peft(settings.trainer.lora)
+    require_export(settings.trainer.export_tokens)
     require_parquet(settings.observability.tokens_every_steps)
     require_page(settings.observability.ui)
     require_trackers(settings.observability.trackers)

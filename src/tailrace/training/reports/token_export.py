@@ -11,7 +11,6 @@ the writer only where that is a whole step behind.
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,11 +28,9 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from tailrace.errors import SettingsError
-from tailrace.extras import extra_needed
 from tailrace.records import BatchRow
 from tailrace.training.model.head import LossOutput
-from tailrace.training.settings.trainer import BESIDE_ROLLOUTS, ExportFormat
+from tailrace.training.settings.trainer import BESIDE_ROLLOUTS, ExportFormat, require_export
 
 Columns: TypeAlias = Mapping[str, NDArray[np.generic] | Sequence[str]]
 
@@ -60,9 +57,7 @@ class TokenExport:
 
         Raises `SettingsError` where Parquet cannot be written here.
         """
-        if form == "parquet" and importlib.util.find_spec("pyarrow") is None:
-            needed = extra_needed('trainer.export_tokens = "parquet"', "pyarrow", "parquet")
-            raise SettingsError(f'{needed}, or choose "jsonl"')
+        require_export(form)
         self._folder, self._form, self._rank, self._every_steps = folder, form, rank, every_steps
         self._metadata = {BESIDE_ROLLOUTS: b"true"} if beside_rollouts else None
         self._text = lru_cache(_REMEMBERED_TEXTS)(lambda token_id: tokenizer.decode([token_id], False))

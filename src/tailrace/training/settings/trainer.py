@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping
 from typing import Any, Literal, Self, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from tailrace.errors import SettingsError
+from tailrace.extras import extra_needed
 from tailrace.models.devices import CPU_OR_CUDA, DeviceIds, require_device_name
 from tailrace.training.settings.lora import LoraSettings
 from tailrace.training.settings.losses import ClippedRatioSettings, DecoupledPpoSettings, LossSettings
@@ -269,3 +272,10 @@ class TrainerSettings(BaseModel):
                     f"{instead}"
                 )
         return given
+
+
+def require_export(form: ExportFormat | None) -> None:
+    """Raise `SettingsError` where Parquet is asked for and pyarrow is not installed; imports nothing heavy."""
+    if form == "parquet" and importlib.util.find_spec("pyarrow") is None:
+        needed = extra_needed('trainer.export_tokens = "parquet"', "pyarrow", "parquet")
+        raise SettingsError(f'{needed}, or choose "jsonl"', key=("trainer", "export_tokens"))

@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 from typing_extensions import override
 
-from tailrace.errors import GenerationError, SettingsError
+from tailrace.errors import GenerationError
 from tailrace.generation.decisions import KvCache
 from tailrace.generation.engines.protocol import (
     Engine,
@@ -56,15 +56,7 @@ _SCORED_TOKENS = 2048
 
 
 def torch_engine_factory(model: ModelSettings, generator: GeneratorSettings) -> Callable[[], TorchEngine]:
-    """What the engine's thread calls to build its engine. The model is loaded there, and may raise `ModelError`.
-
-    Raises `SettingsError` for what this engine can't do.
-    """
-    if generator.batch_invariant:
-        raise SettingsError(
-            "generator.batch_invariant: the torch engine's sums depend, in their last bits, on what runs beside a "
-            "request; leave it off"
-        )
+    """What the engine's thread calls to build its engine. The model is loaded there, and may raise `ModelError`."""
 
     def build() -> TorchEngine:
         torch.set_num_threads(generator.threads)
