@@ -45,8 +45,8 @@ from tailrace.run.outside_trainer import OutsideTrainer
 from tailrace.scheduling import FeedScheduler, SchedulerSetup, SchedulingSettings, TaskSource, TaskStream
 from tailrace.transport.channels import wait_until
 from tailrace.transport.events.log import MemoryEventLog
-from tailrace.transport.samples.memory import MemorySampleReceiver, MemorySampleStream
 from tests.scheduling.world import Recorder, ScriptedRunner, environment, make_rollout
+from tests.support.memory_samples import MemorySampleReceiver, MemorySampleStream
 
 EPOCH = "epoch"
 

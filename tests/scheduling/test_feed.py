@@ -35,9 +35,9 @@ from tailrace.records import (
     WeightsWritten,
 )
 from tailrace.simulation.virtual_time import run_in_virtual_time
-from tailrace.transport.samples.memory import MemorySampleReceiver
 from tests.scheduling.feed_world import BranchingRunner, Consumer, FeedWorld, surviving
 from tests.scheduling.world import decoded
+from tests.support.memory_samples import MemorySampleReceiver
 
 SEEDS, ALL_SEEDS = 120, 1000
 PARTS = 4

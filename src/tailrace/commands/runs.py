@@ -167,12 +167,12 @@ def _show_plan(settings: Any) -> int:
     from tailrace.run.folder import require_resumable
     from tailrace.run.memory import describe_memory
     from tailrace.run.model_checks import as_planned
-    from tailrace.run.outside_trainer import require_program
+    from tailrace.run.outside_trainer import require_own_process
     from tailrace.run.parts import describe_places
     from tailrace.run.training import checked_environments
     from tailrace.training.losses.registry import load_loss
 
-    require_program(settings, None)
+    require_own_process(settings)
     environments = checked_environments(settings, given={})
     if settings.trainer.feed == "batch":
         load_loss(settings.trainer.loss, ranks_per_row=settings.trainer.sequence_parallel)

@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from functools import partial
+from typing import NoReturn
 
 from typing_extensions import override
 
@@ -25,7 +26,6 @@ from tailrace.transport.channels import wait_until
 from tailrace.transport.events.log import MemoryEventLog
 from tailrace.transport.payloads.accounts import PayloadAccounts
 from tailrace.transport.payloads.store import MemoryPayloadStore
-from tailrace.transport.samples.memory import MemorySampleStream
 from tailrace.transport.weights.stores import MemoryModelStateDictStore
 
 _of_this_process: dict[str, MemoryTransports] = {}
@@ -39,7 +39,6 @@ class MemoryTransports(Transports):
         """`model` is the name of the one that generators start with."""
         self._log, self.model = log, model
         self._batches = MemoryBatchQueue(BATCHES_AHEAD)
-        self.samples = MemorySampleStream()
         self.store = MemoryModelStateDictStore()
         self._payloads = MemoryPayloadStore()
         self.generators: dict[str, tuple[Generator, asyncio.Event]] = {}
@@ -87,8 +86,8 @@ class MemoryTransports(Transports):
         return self._batches
 
     @override
-    def sample_sender(self) -> MemorySampleStream:
-        return self.samples
+    def sample_sender(self) -> NoReturn:
+        raise AssertionError("an outside trainer has a process of its own")
 
     @override
     def model_state_dicts(self) -> MemoryModelStateDictStore:

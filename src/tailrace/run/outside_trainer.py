@@ -14,10 +14,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import Protocol, TypeAlias
+from typing import Protocol
 
 from typing_extensions import override
 
@@ -49,14 +48,10 @@ from tailrace.timeouts import timeout
 from tailrace.tracing.phases import phase
 from tailrace.transport.channels import wait_until
 from tailrace.transport.events.log import MemoryEventLog
-from tailrace.transport.samples.memory import MemorySampleStream
 from tailrace.transport.samples.stream import SampleSender
 from tailrace.transport.weights.stores import FolderPublisher
 
 _logger = logging.getLogger(__name__)
-
-OutsideProgram: TypeAlias = Callable[[MemorySampleStream], Awaitable[None]]
-"""A trainer within the process of its run, for tests and debuggers: its ranks `join` the stream that it is given."""
 
 _WORSE = (RunStatus.FINISHED, RunStatus.CANCELLED, RunStatus.FAILED)
 _MOST_UNSAVED_STEPS = 1000
@@ -297,47 +292,14 @@ class OutsideTrainer(RunTrainer):
             await self._log.append(TrainerEnded(epoch=self._log.epoch, status=status, step=self._step, reason=reason))
 
 
-def require_program(settings: RunSettings, program: OutsideProgram | None) -> None:
-    """Raise `SettingsError` where all is to be in one process, and the trainer is not, or the other way round."""
-    is_inline = settings.trainer.feed == "stream" and settings.placement == "inline"
-    if is_inline and program is None:
+def require_own_process(settings: RunSettings) -> None:
+    """Raise `SettingsError` where all is to be in one process, and the trainer is a program of somebody's."""
+    if settings.trainer.feed == "stream" and settings.placement == "inline":
         raise SettingsError(
             "trainer.feed = 'stream' leaves training to a program of yours, which placement = 'inline' would have in "
             "this process: write placement = 'local'",
             key=("placement",),
         )
-    if program is not None and not is_inline:
-        raise SettingsError(
-            "a trainer was given as a function, which needs trainer.feed = 'stream' and placement = 'inline'",
-            key=("placement",),
-        )
-
-
-@asynccontextmanager
-async def program_beside(
-    program: OutsideProgram | None, trainer: RunTrainer, fail: Callable[[LifecycleError], Awaitable[None]]
-) -> AsyncIterator[None]:
-    """Run it beside the run, which it fails by what it raises; on leaving it is cancelled."""
-    if program is None:
-        yield
-        return
-    assert isinstance(trainer, OutsideTrainer)
-    assert isinstance(trainer.samples, MemorySampleStream)
-    running = asyncio.create_task(_run_program(program, trainer.samples, fail), name="outside trainer")
-    try:
-        yield
-    finally:
-        await cancelled(running)
-
-
-async def _run_program(
-    program: OutsideProgram, samples: MemorySampleStream, fail: Callable[[LifecycleError], Awaitable[None]]
-) -> None:
-    try:
-        await program(samples)
-    except (Exception, SystemExit) as error:  # asyncio stops its loop for the latter
-        _logger.exception("the trainer failed")
-        await fail(LifecycleError(f"the trainer failed: {type(error).__name__}: {error}"))
 
 
 def _known(metrics: Mapping[str, float]) -> dict[str, float]:

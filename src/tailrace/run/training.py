@@ -48,7 +48,7 @@ from tailrace.run.folder import RunPaths, count_starts, open_run_folder, record_
 from tailrace.run.limits import require_room
 from tailrace.run.model_checks import require_frozen_models, require_known_files, require_plain_weights
 from tailrace.run.notices import wait_for_notice
-from tailrace.run.outside_trainer import OutsideProgram, program_beside, require_program
+from tailrace.run.outside_trainer import require_own_process
 from tailrace.run.ownership import OWNER_FILE, Ownership, wait_for_owner_elsewhere
 from tailrace.run.page import page_beside, require_page, views_of_report
 from tailrace.run.parts import (
@@ -98,18 +98,17 @@ async def train(
     callbacks: Callbacks | None = None,
     abort: Callable[[ExitCode], NoReturn] = exit_at_once,
     resume_with: str = "the same settings and resume = true",
-    outside: OutsideProgram | None = None,
 ) -> RunSummary:
     """Train, and leave a run's folder under `parent`.
 
     `recipe` is what the settings were made of, before anything was laid over it: by it a resume tells what was edited
     since. `given` are environments that only this process has, `abort` is called for a second signal to stop, and once
-    the folder is another run's. Who stops the run is told that `resume_with` goes on with it. `outside` is the trainer
-    of a run with `trainer.feed = "stream"` and `placement = "inline"`, which has all in this process.
+    the folder is another run's. Who stops the run is told that `resume_with` goes on with it.
+
     Raises `TailraceError` before anything is started, and at the end what one of `callbacks` raised.
     """
     callbacks = callbacks or Callbacks()
-    require_program(settings, outside)
+    require_own_process(settings)
     if not launcher_class(settings.placement).runs_in_this_process:  # a trainer in it configures its own allocator
         share_one_arena()
     devices = await asyncio.to_thread(role_devices, settings)
@@ -122,7 +121,6 @@ async def train(
             callbacks=callbacks,
             abort=abort,
             resume_with=resume_with,
-            outside=outside,
             until_written=until_written,
         )
         summary = await asyncio.to_thread(_written, summary, paths, with_report=settings.observability.report)
@@ -141,7 +139,6 @@ async def _train_in(
     callbacks: Callbacks,
     abort: Callable[[ExitCode], NoReturn],
     resume_with: str,
-    outside: OutsideProgram | None,
     until_written: contextlib.ExitStack,
 ) -> RunSummary:
     """Train in a folder that is this run's alone. `until_written` holds what hears signals once roles are there."""
@@ -193,7 +190,6 @@ async def _train_in(
             async with (
                 callbacks.delivered(run.orchestrator.request_stop),
                 _watched(run, signals, partial(_end_without_folder, run, live, abort)),
-                program_beside(outside, run.roles.trainer, run.orchestrator.fail),
             ):
                 ended = await run.orchestrator.run()
                 exit_code = _exit_code(ended, run.orchestrator.error, signals)

@@ -98,7 +98,12 @@ class RedisSampleReceiver:
         return self._reader.reader.num_ignored
 
     def pull(self, at_most: int) -> list[StreamedSample] | StopRequested:
-        """As `SampleReceiver.pull`. Raises `CorruptData` and `OtherSchema` for a sample that cannot be read, too."""
+        """Wait for samples that nobody else was given; the oldest offers first, one or more.
+
+        Where a request to stop is there it is returned at once, and samples stay where they are. Raises `PeerGone` when
+        the stream ended, `ConsumerRefused` when this end was given up, and `CorruptData` or `OtherSchema` for a sample
+        that cannot be read.
+        """
         self._require_alive()
         if self._stop is None and at_most > self._asked + len(self._ready):
             more = at_most - self._asked - len(self._ready)
@@ -116,14 +121,14 @@ class RedisSampleReceiver:
         return self._stop or [self._ready.popleft() for _ in range(min(at_most, len(self._ready)))]
 
     def report(self, report: ConsumerReport) -> None:
-        """As `SampleReceiver.report`."""
+        """Tell the orchestrator; returns once it is certain to arrive. Raises as `pull` does."""
         self._require_alive()
         self._tell(sample_messages.REPORT, report)
 
     def leave(self) -> None:
-        """As `SampleReceiver.leave`: returns once all that was told was heard, or after a lease in which it was not.
+        """This rank will take nothing more: what it has and no step was told of goes to others.
 
-        Leaving twice does nothing.
+        Returns once all that was told was heard, or after a lease in which it was not. Leaving twice does nothing.
         """
         if self._ended.is_set() or self._failure is not None:
             self._close()

@@ -54,25 +54,3 @@ class SampleSender(Protocol):
     async def close(self, reason: str = "") -> None:
         """End the stream: whoever uses it gets `PeerGone` with the reason. Closing twice does nothing."""
         ...
-
-
-class SampleReceiver(Protocol):
-    """The end of one rank of the trainer."""
-
-    name: str
-
-    async def pull(self, at_most: int) -> list[FeedSample] | StopRequested:
-        """Wait for samples that nobody else was given; the oldest offers first, one or more.
-
-        Where a request to stop is there it is returned at once, and samples stay where they are. Cancelling the wait
-        loses nothing. Raises `PeerGone` when the stream ended, and `ConsumerRefused` when this end was given up.
-        """
-        ...
-
-    async def report(self, report: FeedReport) -> None:
-        """Tell the orchestrator; returns once it is certain to arrive. Raises as `pull` does."""
-        ...
-
-    async def leave(self) -> None:
-        """This rank will take nothing more: what it has and no step was told of goes to others."""
-        ...

@@ -1,4 +1,7 @@
-"""A stream of samples within one event loop: the orchestrator's end, and a receiver for each rank that joins."""
+"""A stream of samples within one event loop: the orchestrator's end, and one for each rank that joins.
+
+Ranks' ends promise what `RedisSampleReceiver` does, as coroutines; cancelling a wait loses nothing.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from tailrace.records import (
     StopRequested,
 )
 from tailrace.transport.channels import wait_until
-from tailrace.transport.samples.stream import SampleReceiver, SampleSender
+from tailrace.transport.samples.stream import SampleSender
 
 
 class MemorySampleStream(SampleSender):
@@ -95,7 +98,7 @@ class MemorySampleStream(SampleSender):
         return self._consumers.get(receiver.name) is receiver
 
     async def take(self, receiver: MemorySampleReceiver, at_most: int) -> list[FeedSample] | StopRequested:
-        """As `SampleReceiver.pull`."""
+        """As `RedisSampleReceiver.pull`."""
         await wait_until(
             self._changed,
             lambda: bool(self._offered or self._stop) or self._closed is not None or not self.knows(receiver),
@@ -113,24 +116,21 @@ class MemorySampleStream(SampleSender):
             raise PeerGone(f"the stream of samples is closed{self._closed and ': '}{self._closed}")
 
 
-class MemorySampleReceiver(SampleReceiver):
+class MemorySampleReceiver:
     """One rank's end. `MemorySampleStream.join` makes it."""
 
     def __init__(self, stream: MemorySampleStream, name: str) -> None:
         self.name = name
         self._stream = stream
 
-    @override
     async def pull(self, at_most: int) -> list[FeedSample] | StopRequested:
         self.require_known()
         return await self._stream.take(self, at_most)
 
-    @override
     async def report(self, report: FeedReport) -> None:
         self.require_known()
         self._stream.tell(report)
 
-    @override
     async def leave(self) -> None:
         self._stream.lose(self.name, "left")
 
