@@ -20,7 +20,7 @@ from tailrace.training.losses import Divisor, LossTokens, load_components, load_
 from tailrace.training.losses.clipped_ratio import ClippedRatio
 from tailrace.training.model.adapter import Adapter, add_adapter
 from tailrace.training.model.policy_model import PolicyModel
-from tailrace.training.model.reference import BaseOfAdapter, FrozenReference
+from tailrace.training.model.reference import Reference
 from tailrace.training.model.sharding import share_out, whole
 from tailrace.training.ranks import ALONE, JoinedRanks, Ranks
 from tailrace.training.settings.lora import LoraSettings
@@ -123,12 +123,12 @@ def added(ranks: Ranks, case: dict[str, Any], policy: PolicyModel, adapter: Adap
     settings = ClippedRatioSettings.model_validate({"reference_kl": kl, "cross_entropy": {"coefficient": 0.7}})
     components = load_components(settings)
     if adapter is not None:
-        return {"components": components, "reference": BaseOfAdapter(policy, adapter)}
+        return {"components": components, "reference": Reference(policy, adapter)}
     model = in_its_own_dtype(tiny_model(case["model"], seed=1).to(case["dtype"]))
     frozen = PolicyModel(model.requires_grad_(False), native_kernels=False)
     if isinstance(ranks, JoinedRanks):
         share_out(frozen, ranks)
-    return {"components": components, "reference": FrozenReference(frozen)}
+    return {"components": components, "reference": Reference(frozen)}
 
 
 def gradients(ranks: Ranks, case: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, float], int]:

@@ -38,7 +38,7 @@ from tailrace.training.losses.decoupled_ppo import PROXIMAL_LOGPROBS
 from tailrace.training.model.acceleration import tune_process
 from tailrace.training.model.adapter import Adapter, add_adapter, plain_weights
 from tailrace.training.model.policy_model import PolicyModel
-from tailrace.training.model.reference import BaseOfAdapter, FrozenReference, Reference, load_frozen
+from tailrace.training.model.reference import Reference, load_frozen
 from tailrace.training.model.router_replay import RouterReplay
 from tailrace.training.model.sharding import share_out, whole
 from tailrace.training.ranks import ALONE, JoinedRanks, Ranks
@@ -298,12 +298,12 @@ class Trainer:
                 "trainer.loss.reference_kl.estimator is k1: its gradient is 0 on average, and holds nothing back"
             )
         if chosen.model is None and self._adapter is not None:
-            return BaseOfAdapter(policy, self._adapter)
+            return Reference(policy, self._adapter)
         name = chosen.model or self.model_name
         frozen = self._ranks.agree(lambda: load_frozen(name, policy, self.settings))
         if isinstance(self._ranks, JoinedRanks):
             share_out(frozen, self._ranks)
-        return FrozenReference(frozen)
+        return Reference(frozen)
 
     def _make_replay(self, model: PreTrainedModel, *, replays: bool) -> RouterReplay | None:
         if self.settings.router_replay == "on":

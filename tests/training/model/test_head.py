@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from tailrace.models.heads import OutputHead
 from tailrace.training.losses import Loss, LossTokens, PointwiseLoss, load_loss
 from tailrace.training.losses.clipped_ratio import ClippedRatio
-from tailrace.training.model.head import CPU_CHUNK_BYTES, GPU_CHUNK_BYTES, LogprobHead, chunk_tokens
+from tailrace.training.losses.no_loss import NO_LOSS
+from tailrace.training.model.head import CPU_CHUNK_BYTES, GPU_CHUNK_BYTES, LogprobHead, TorchProducts, chunk_tokens
 from tailrace.training.settings.losses import ClippedRatioSettings
 from tests.training.losses.support import BUILT_IN, as_any_loss, settings_of
 
@@ -193,6 +194,22 @@ def test_gradients_that_nobody_needs_are_left_out() -> None:
         LogprobHead(head, torch.float32)(hidden, tokens, loss).total.backward()
     assert hidden.grad is not None
     assert head.linear.weight.grad is None
+
+
+class NoOuterProducts(TorchProducts):
+    def add_outer_product(self, total: Tensor, grads: Tensor, inputs: Tensor) -> None:
+        raise AssertionError("a gradient of the weight was computed")
+
+
+@pytest.mark.parametrize("loss", [NO_LOSS, DEFAULT, KeepsUnlikely()])
+def test_without_gradients_a_pointwise_loss_computes_none(loss: PointwiseLoss) -> None:
+    tokens, head = tokens_of([6], 9, torch.float32), make_head(9, dtype=torch.float32)
+    hidden = torch.randn(6, 8)
+    expected = LogprobHead(head, torch.float32)(hidden, tokens, loss)
+    with torch.no_grad():
+        found = LogprobHead(head, torch.float32, products=NoOuterProducts())(hidden, tokens, loss)
+    assert not found.total.requires_grad
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
 
 
 def test_a_second_backward_pass_of_the_short_way_is_refused() -> None:

@@ -119,7 +119,7 @@ class LogprobHead:
             self._normalise,
         )
         judged = _JudgedCandidates.of(loss, tokens)
-        if isinstance(loss, PointwiseLoss):
+        if isinstance(loss, PointwiseLoss) and torch.is_grad_enabled():  # else both gradients would be for nobody
             return LossOutput(*_pointwise_head(hidden, weight, bias, rule, loss, tokens, judged))
         scores = _recomputing_head(hidden, weight, bias, rule, judged)
         return _apply_loss(loss, scores, tokens, judged)

@@ -5,14 +5,14 @@ micro-batch ─► reference, without gradient ─► column `reference_logprobs
 
 from __future__ import annotations
 
-from typing import Protocol
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 
 from tailrace.errors import ModelError
 from tailrace.models.loading import load_causal_lm
-from tailrace.training.losses import LossTokens
+from tailrace.training.losses.no_loss import NO_LOSS
 from tailrace.training.model.adapter import Adapter
 from tailrace.training.model.head import LossOutput
 from tailrace.training.model.policy_model import PolicyModel
@@ -20,38 +20,20 @@ from tailrace.training.rows.micro_batch import MicroBatch
 from tailrace.training.settings.trainer import TrainerSettings
 
 
-class Reference(Protocol):
-    """Ranks call it for the same micro-batches in the same order, since it may exchange weights."""
+class Reference:
+    """A model of its own, whole or shared out, or with an `adapter` the policy without it, which is the initial model.
 
-    def logprobs(self, micro_batch: MicroBatch) -> Tensor:
-        """[num_loss_tokens], at the temperatures of the tokens' samples, without gradient."""
-        ...
+    Ranks call it for the same micro-batches in the same order, since it may exchange weights.
+    """
 
-
-class FrozenReference(Reference):
-    """A model of its own, whole or shared out."""
-
-    def __init__(self, model: PolicyModel) -> None:
-        self._model = model
+    def __init__(self, model: PolicyModel, adapter: Adapter | None = None) -> None:
+        self._model, self._adapter = model, adapter
 
     @torch.no_grad()
     def logprobs(self, micro_batch: MicroBatch) -> Tensor:
-        """By the head in chunks, as the policy's are."""
-        output: LossOutput = self._model(micro_batch, _score)
-        return output.logprobs
-
-
-class BaseOfAdapter(Reference):
-    """The policy without its adapter, which is the initial model: there is no second one."""
-
-    def __init__(self, policy: PolicyModel, adapter: Adapter) -> None:
-        self._policy, self._adapter = policy, adapter
-
-    @torch.no_grad()
-    def logprobs(self, micro_batch: MicroBatch) -> Tensor:
-        """By the head in chunks, as the policy's are."""
-        with self._adapter.switched_off():
-            output: LossOutput = self._policy(micro_batch, _score)
+        """[num_loss_tokens], at the temperatures of the tokens' samples; by the head in chunks, as the policy's are."""
+        with nullcontext() if self._adapter is None else self._adapter.switched_off():
+            output: LossOutput = self._model(micro_batch, NO_LOSS)
         return output.logprobs
 
 
@@ -71,8 +53,3 @@ def load_frozen(name: str, policy: PolicyModel, settings: TrainerSettings) -> Po
             f"{type(policy.model).__name__}: choose a reference of the policy's own architecture"
         )
     return frozen
-
-
-def _score(logprobs: Tensor, entropy: Tensor, tokens: LossTokens) -> tuple[Tensor, Tensor]:
-    """A loss of nothing; it is not pointwise, so that the head looks for no gradients."""
-    return torch.zeros_like(logprobs), torch.ones_like(logprobs, dtype=torch.bool)
