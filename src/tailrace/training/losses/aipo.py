@@ -7,33 +7,13 @@ over the N tokens that are kept, here all of them; sg is the stop-gradient. Wu e
 Off-Policy RL Training") multiplies a loss by min(π_old / μ, C), π_old being the trainer's policy before its steps on a
 batch: with one step per batch that is π_θ, and what is left of a clipped ratio of π_θ to π_old is this.
 
-`clipped_ratio` also stops at the clip, and `cispo` is this loss with another C.
+`clipped_ratio` also stops at the clip, and `cispo` is this loss with another C and, where asked for, a lower bound.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-import torch
-from torch import Tensor
-from typing_extensions import override
-
-from tailrace.training.losses.protocol import LossTokens, PointwiseLoss
-from tailrace.training.losses.ratios import ratios, weighted
-from tailrace.training.settings.losses import AipoSettings
+from tailrace.training.losses.cispo import Cispo
 
 
-@dataclass(frozen=True, slots=True)
-class Aipo(PointwiseLoss):
+class Aipo(Cispo):
     """-sg[min(r, C)] A log π of each token; it keeps all."""
-
-    settings: AipoSettings
-
-    @override
-    def with_derivative(self, logprobs: Tensor, tokens: LossTokens) -> tuple[Tensor, Tensor, Tensor]:
-        slope = -self.importance_weights(logprobs, tokens) * tokens.advantages
-        return weighted(slope, logprobs), slope, torch.ones_like(logprobs, dtype=torch.bool)
-
-    def importance_weights(self, logprobs: Tensor, tokens: LossTokens) -> Tensor:
-        """min(r, C)."""
-        return ratios(logprobs, tokens).clamp(max=self.settings.truncation)

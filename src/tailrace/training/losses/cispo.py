@@ -18,14 +18,14 @@ from typing_extensions import override
 
 from tailrace.training.losses.protocol import LossTokens, PointwiseLoss
 from tailrace.training.losses.ratios import ratios, weighted
-from tailrace.training.settings.losses import CispoSettings
+from tailrace.training.settings.losses import AipoSettings, CispoSettings
 
 
 @dataclass(frozen=True, slots=True)
 class Cispo(PointwiseLoss):
     """-sg[clip(r)] A log π of each token; it keeps all."""
 
-    settings: CispoSettings
+    settings: CispoSettings | AipoSettings
 
     @override
     def with_derivative(self, logprobs: Tensor, tokens: LossTokens) -> tuple[Tensor, Tensor, Tensor]:

@@ -23,6 +23,11 @@ def ratios(logprobs: Tensor, tokens: LossTokens) -> Tensor:
     return as_ratios(log_ratios(logprobs, tokens))
 
 
+def within(logarithms: Tensor, low: float, high: float) -> Tensor:
+    """Whether their exponentials lie between `low` and `high`; compared as logarithms, which do not overflow."""
+    return (logarithms >= (math.log(low) if low else -math.inf)) & (logarithms <= math.log(high))
+
+
 def as_ratios(logarithms: Tensor) -> Tensor:
     """Their exponentials. What would overflow becomes about the largest number: 0 times it is 0, not NaN."""
     return logarithms.clamp(max=_LARGEST_LOGARITHM[logarithms.dtype]).exp()

@@ -160,6 +160,7 @@ class AipoSettings(CommonLossSettings):
     """Truncated importance sampling of tokens, which is AIPO here; every token keeps its gradient."""
 
     denominator: ClassVar = Denominator.KEPT_TOKENS
+    lowest_weight: ClassVar[float] = 0.0
 
     name: Literal["aipo"] = Field(default="aipo", description="Which loss.")
     truncation: float = _truncation(2.0)

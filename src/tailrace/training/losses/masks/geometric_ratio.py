@@ -9,7 +9,6 @@ it is `seq_mean_k1`; SkyRL recommends the bounds 0.99 and 1.01.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -17,7 +16,7 @@ from typing_extensions import override
 
 from tailrace.training.losses.masks.protocol import Mask
 from tailrace.training.losses.protocol import LossTokens
-from tailrace.training.losses.ratios import log_ratios
+from tailrace.training.losses.ratios import log_ratios, within
 from tailrace.training.settings.masks import GeometricRatioSettings
 
 
@@ -29,7 +28,5 @@ class GeometricRatio(Mask):
 
     @override
     def keeps(self, logprobs: Tensor, tokens: LossTokens) -> Tensor:
-        """Compared as logarithms."""
-        low, high = self.settings.low, self.settings.high
         mean = tokens.mean_by_sample(log_ratios(logprobs, tokens))
-        return tokens.spread((mean >= (math.log(low) if low else -math.inf)) & (mean <= math.log(high)))
+        return tokens.spread(within(mean, self.settings.low, self.settings.high))

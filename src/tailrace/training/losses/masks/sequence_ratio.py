@@ -10,7 +10,6 @@ grows with its length: long sequences are rejected first. `geometric_ratio` does
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -18,7 +17,7 @@ from typing_extensions import override
 
 from tailrace.training.losses.masks.protocol import Mask
 from tailrace.training.losses.protocol import LossTokens
-from tailrace.training.losses.ratios import log_ratios
+from tailrace.training.losses.ratios import log_ratios, within
 from tailrace.training.settings.masks import SequenceRatioSettings
 
 
@@ -30,7 +29,5 @@ class SequenceRatio(Mask):
 
     @override
     def keeps(self, logprobs: Tensor, tokens: LossTokens) -> Tensor:
-        """Compared as logarithms, which do not overflow."""
-        low, high = self.settings.low, self.settings.high
         total = tokens.sum_by_sample(log_ratios(logprobs, tokens))
-        return tokens.spread((total >= (math.log(low) if low else -math.inf)) & (total <= math.log(high)))
+        return tokens.spread(within(total, self.settings.low, self.settings.high))
