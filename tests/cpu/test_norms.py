@@ -16,7 +16,8 @@ def test_values_and_gradients_are_the_modules_own() -> None:
     with torch.no_grad():
         own.weight.normal_()
     fused.load_state_dict(own.state_dict())
-    assert fuse_norms(fused) == 1
+    fuse_norms(fused)
+    assert "forward" in vars(fused)
     left = (torch.randn(3, 5, 4, 16) * 3).requires_grad_()
     right = left.detach().clone().requires_grad_()
     gradient = torch.randn(3, 5, 4, 16)
@@ -37,6 +38,7 @@ def test_the_type_of_the_result_is_the_modules_own(weights: torch.dtype, inputs:
     torch.testing.assert_close(fused(rows), own(rows), rtol=2e-2, atol=2e-2)
 
 
-def test_a_norm_that_computes_something_else_is_left_alone() -> None:
-    assert fuse_norms(Gemma2RMSNorm(16)) == 0
-    assert fuse_norms(torch.nn.LayerNorm(16)) == 0
+@pytest.mark.parametrize("norm", [Gemma2RMSNorm(16), torch.nn.LayerNorm(16)])
+def test_a_norm_that_computes_something_else_is_left_alone(norm: torch.nn.Module) -> None:
+    fuse_norms(norm)
+    assert "forward" not in vars(norm)

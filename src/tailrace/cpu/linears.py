@@ -115,15 +115,14 @@ def products_agree(linears: Iterable[JoinedLinear]) -> bool:
     return all(_agrees(matrix, packed.matrix) for matrix, packed in matrices)
 
 
-def speed_up_linears(model: nn.Module) -> int:
-    """Give every plain float32 linear layer the faster product, with a gradient; returns how many there were.
+def speed_up_linears(model: nn.Module) -> None:
+    """Give every plain float32 linear layer the faster product, with a gradient.
 
     Outputs take 12 to 19 % less time on Zen 4 and gradients of inputs about 10 %; on Zen 5 every product takes half.
     """
-    found = [module for module in model.modules() if type(module) is nn.Linear and _gains_plain(module)]
-    for module in found:
-        module.forward = partial(_forward_trained, module)  # type: ignore[method-assign]
-    return len(found)
+    for module in model.modules():
+        if type(module) is nn.Linear and _gains_plain(module):
+            module.forward = partial(_forward_trained, module)  # type: ignore[method-assign]
 
 
 def trained_products(inputs: Tensor, *linears: nn.Linear) -> Tensor:

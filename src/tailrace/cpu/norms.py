@@ -16,15 +16,12 @@ from torch import Tensor, nn
 from tailrace.cpu.layers import rms_norm
 
 
-def fuse_norms(model: nn.Module) -> int:
-    """Give every norm that computes just this its fused forward; returns how many there were."""
-    fused = 0
+def fuse_norms(model: nn.Module) -> None:
+    """Give every norm that computes just this its fused forward."""
     for module in model.modules():
         norm = rms_norm(module)
         if norm is not None:
             module.forward = partial(_forward, module, norm.epsilon)
-            fused += 1
-    return fused
 
 
 def _forward(module: nn.Module, epsilon: float, hidden_states: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from tailrace.training.model.autocast_experts import cast_experts_under_autocast
+from tailrace.training.model.autocast_experts import AUTOCAST_EXPERTS, cast_experts_under_autocast
 from tests.support.expert_models import FAMILIES, VOCABULARY, expert_model
 from tests.training.tiny import tiny_model
 
@@ -27,7 +27,8 @@ def trained(model: PreTrainedModel, dtype: torch.dtype | None) -> tuple[torch.Te
 @pytest.mark.parametrize("family", FAMILIES)
 def test_without_autocast_nothing_changes(family: str) -> None:
     plain, cast = expert_model(family), expert_model(family)
-    assert cast_experts_under_autocast(cast)
+    cast_experts_under_autocast(cast)
+    assert AUTOCAST_EXPERTS in cast.get_experts_implementation().values()
     (expected, gradients), (found, own) = trained(plain, None), trained(cast, None)
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
     assert all(torch.equal(one, other) for one, other in zip(own, gradients, strict=True))
@@ -59,7 +60,9 @@ def test_logits_stay_as_close_to_float32_as_they_were() -> None:
 
 
 def test_a_model_without_experts_is_left_alone_and_a_saved_one_names_nothing_of_ours(tmp_path: Path) -> None:
-    assert not cast_experts_under_autocast(tiny_model("qwen3"))
+    dense = tiny_model("qwen3")
+    cast_experts_under_autocast(dense)
+    assert AUTOCAST_EXPERTS not in dense.get_experts_implementation().values()
     model = expert_model("mixtral")
     cast_experts_under_autocast(model)
     model.save_pretrained(tmp_path)

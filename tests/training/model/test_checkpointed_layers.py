@@ -8,7 +8,7 @@ from transformers import BloomConfig, BloomForCausalLM, PreTrainedModel
 
 from tailrace.errors import ModelError
 from tailrace.training.losses.clipped_ratio import ClippedRatio
-from tailrace.training.model.checkpointed_layers import checkpoint_layers
+from tailrace.training.model.checkpointed_layers import checkpoint_layers, decoder_layers
 from tailrace.training.model.policy_model import PolicyModel
 from tailrace.training.rows.micro_batch import MicroBatch
 from tailrace.training.settings.losses import ClippedRatioSettings
@@ -46,4 +46,6 @@ def test_less_is_kept_and_gradients_stay(name: str) -> None:
 def test_a_model_without_such_layers_is_refused() -> None:
     with pytest.raises(ModelError, match="gradient_checkpointing"):
         checkpoint_layers(torch.nn.Linear(2, 2))
-    assert checkpoint_layers(BloomForCausalLM(BloomConfig(vocab_size=8, hidden_size=8, n_layer=2, n_head=2))) == 2
+    bloom = BloomForCausalLM(BloomConfig(vocab_size=8, hidden_size=8, n_layer=2, n_head=2))
+    checkpoint_layers(bloom)
+    assert ["forward" in vars(layer) for layer in decoder_layers(bloom)] == [True, True]

@@ -19,15 +19,13 @@ AUTOCAST_EXPERTS = "tailrace_autocast"
 """Name of this implementation in transformers' interface (`model.set_experts_implementation`)."""
 
 
-def cast_experts_under_autocast(model: PreTrainedModel) -> bool:
-    """Replace transformers' grouped product of experts, if the model uses it; returns whether it does."""
+def cast_experts_under_autocast(model: PreTrainedModel) -> None:
+    """Replace transformers' grouped product of experts, if the model uses it."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-    if "grouped_mm" not in model.get_experts_implementation().values():
-        return False
-    ALL_EXPERTS_FUNCTIONS.register(AUTOCAST_EXPERTS, autocast_experts)
-    model.set_experts_implementation(AUTOCAST_EXPERTS)
-    return True
+    if "grouped_mm" in model.get_experts_implementation().values():
+        ALL_EXPERTS_FUNCTIONS.register(AUTOCAST_EXPERTS, autocast_experts)
+        model.set_experts_implementation(AUTOCAST_EXPERTS)
 
 
 def autocast_experts(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

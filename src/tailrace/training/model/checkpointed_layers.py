@@ -19,8 +19,8 @@ from tailrace.errors import ModelError
 from tailrace.training.model.offloaded_activations import OffloadedActivations
 
 
-def checkpoint_layers(model: nn.Module, *, offload_from: torch.device | None = None) -> int:
-    """Keep no activations inside of decoder layers; returns how many there are.
+def checkpoint_layers(model: nn.Module, *, offload_from: torch.device | None = None) -> None:
+    """Keep no activations inside of decoder layers.
 
     What they keep are their inputs, those of the GPU `offload_from` in the host's memory. Raises `ModelError` for a
     model whose layers transformers could not checkpoint either.
@@ -36,7 +36,6 @@ def checkpoint_layers(model: nn.Module, *, offload_from: torch.device | None = N
         # Without dropout there is no random state to preserve.
         own = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
         layer.forward = own if offloaded is None else partial(_within, offloaded, own)
-    return len(layers)
 
 
 def _within(context: AbstractContextManager[Any], forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

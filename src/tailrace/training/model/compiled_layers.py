@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 _UNCOMPILED_ATTENTION = f"{PACKED_ATTENTION}_beside_compiled_layers"
 
 
-def compile_layers(model: PreTrainedModel) -> int:
-    """Compile the layers of a model, before anything else wraps them; returns how many there are.
+def compile_layers(model: PreTrainedModel) -> None:
+    """Compile the layers of a model, before anything else wraps them.
 
     Raises `ModelError` for a model whose layers transformers does not know as such, or that has experts: they are given
     other numbers of tokens in each row and layer, and router replay looks on from within.
@@ -42,4 +42,3 @@ def compile_layers(model: PreTrainedModel) -> int:
         model.set_attn_implementation(_UNCOMPILED_ATTENTION)
     for layer in layers:
         layer.forward = torch.compile(layer.forward, dynamic=True)
-    return len(layers)
