@@ -170,12 +170,12 @@ class LockstepEngine(Engine):
         self,
         engine: Engine,
         group: RankGroup,
-        lifeline: Lifeline | None = None,
+        lifeline: Lifeline,
         on_closed: Callable[[], object] = lambda: None,
     ):
         """`engine` is this rank's own, built alike on every rank (the same seed, too), as `reseed` keeps it.
 
-        With a `lifeline` a rank that dies is noticed at once, without one in the next exchange. `on_closed` is called
+        By the `lifeline` a rank that dies is noticed at once, and not only in the next exchange. `on_closed` is called
         at the end of `close`, when all ranks have closed their engines: their processes may be waited for there.
         """
         self._engine, self._ranks, self._lifeline = engine, _Ranks(group), lifeline
@@ -195,8 +195,7 @@ class LockstepEngine(Engine):
     @override
     def watch(self, on_failure: FailureListener) -> None:
         self._engine.watch(on_failure)
-        if self._lifeline is not None:
-            self._lifeline.watch(on_failure)
+        self._lifeline.watch(on_failure)
 
     @override
     def add(self, request: GenerationRequest) -> None:
@@ -250,12 +249,11 @@ class LockstepEngine(Engine):
         """End all ranks' engines."""
         self._ranks.send(_Close())
         self._engine.close()
-        if self._lifeline is not None:
-            self._lifeline.part()
+        self._lifeline.part()
         self._on_closed()
 
 
-def follow(engine: Engine, group: RankGroup, lifeline: Lifeline | None = None) -> None:
+def follow(engine: Engine, group: RankGroup, lifeline: Lifeline) -> None:
     """Do what rank 0 does, on every other rank; returns when it closes. Raises `EngineFailed` when any rank fails."""
     ranks = _Ranks(group)
     while True:
@@ -270,8 +268,7 @@ def follow(engine: Engine, group: RankGroup, lifeline: Lifeline | None = None) -
                 _survive(ranks, partial(engine.reset_prefix_cache, preempt_running=preempt))
             case _Close():
                 engine.close()
-                if lifeline is not None:
-                    lifeline.part()
+                lifeline.part()
                 return
 
 
