@@ -1,4 +1,4 @@
-"""Promises of streams: every message once and in order to whoever reads alone, to one of a group else."""
+"""Promises of streams: every message once and in order, and again to a reader that may not have heard of it."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class Ends:
         self.connections.append(self.place.connect())
         return self.connections[-1]
 
-    def reader(self, consumer: str = "a") -> GroupReader:
-        return GroupReader(self.connect(), self.key, "group", consumer, self.place.origin)
+    def reader(self) -> GroupReader:
+        return GroupReader(self.connect(), self.key, "reader", self.place.origin)
 
     def ordered(self) -> OrderedReader:
         return OrderedReader(self.reader())
@@ -125,16 +125,16 @@ def test_a_part_that_is_refused_while_what_follows_it_is_taken_is_written_again(
     assert (entry.data, len(refused)) == (LARGE, 1)
 
 
-def test_each_message_goes_to_one_of_a_group_and_what_a_dead_one_held_is_reclaimed(ends: Ends) -> None:
+def test_a_reader_that_comes_back_is_given_what_it_has_not_acknowledged_and_what_is_new(ends: Ends) -> None:
     ends.write(*map(str, range(6)))
-    one, other = ends.reader("one"), ends.reader("other")
-    held: list[Entry] = one.read(3) or one.read(3)
-    taken = other.read(3) or other.read(3)
-    assert sorted(entry.number for entry in [*held, *taken]) == [1, 2, 3, 4, 5, 6]
-    one.acknowledge(held[:1])
-    assert [entry.number for entry in other.reclaim() if entry not in taken] == [2, 3]
-    other.acknowledge([*taken, *held])
-    assert other.reclaim() == []
+    before, after = ends.reader(), ends.reader()
+    held: list[Entry] = before.read(3) or before.read(3)
+    taken = after.read(3) or after.read(3)
+    assert [entry.number for entry in [*held, *taken]] == [1, 2, 3, 4, 5, 6]
+    before.acknowledge(held[:1])
+    assert [entry.number for entry in after.reclaim() if entry not in taken] == [2, 3]
+    after.acknowledge([*taken, *held])
+    assert after.reclaim() == []
 
 
 @pytest.mark.parametrize("after_flush", [True, False])
@@ -265,7 +265,7 @@ import sys
 from tailrace.transport.redis.connection import Command, RedisConnection, Reply
 from tailrace.transport.redis.streams import GroupReader, Origin
 url, key, run, epoch = sys.argv[1:]
-reader = GroupReader(RedisConnection(url), key, "readers", "dying", Origin(run, epoch))
+reader = GroupReader(RedisConnection(url), key, "reader", Origin(run, epoch))
 entries = []
 while len(entries) < 3:
     entries += reader.read(3 - len(entries))
@@ -275,7 +275,7 @@ sys.stdin.read()
 """
 
 
-def test_what_a_process_held_that_was_killed_is_reclaimed_by_another(ends: Ends) -> None:
+def test_what_a_process_held_that_was_killed_is_reclaimed_by_the_same_reader_in_another(ends: Ends) -> None:
     ends.write(*map(str, range(6)))
     origin = ends.place.origin
     command = [sys.executable, "-c", HOLDING, ends.server.url, ends.key, origin.run, origin.epoch]
@@ -283,7 +283,7 @@ def test_what_a_process_held_that_was_killed_is_reclaimed_by_another(ends: Ends)
         assert dying.stdout is not None
         assert dying.stdout.readline() == b"1 2 3\n"
         dying.kill()
-    living = GroupReader(ends.connect(), ends.key, "readers", "living", origin)
+    living = ends.reader()
     assert [entry.number for entry in living.reclaim()] == [2, 3]
     assert [entry.number for entry in living.read(10)] == [4, 5, 6]
     ends.writer.release(6)

@@ -3,7 +3,7 @@
     connection   one connection of one thread: waits through outages, says when Redis was away for too long
     replies      what Redis answers, off the connection's socket
     entries      what lies in a stream: headers, checksums, parts
-    streams      one writer, groups of readers: append, read, acknowledge, reclaim, release; large values in parts
+    streams      one writer, one reader: append, read, acknowledge, reclaim, release; large values in parts
     leases       names that one holder has at a time
     channels     a conversation of two over two such streams: what batches and the event log travel by
     run_names    a run's name: of two runs of one name, the second is refused

@@ -245,7 +245,7 @@ class RedisChannel(Conversation):
         out, incoming = (f"{key}:{way}" for way in (("to", "from") if bind else ("from", "to")))
         self._links = (place.connect(), place.connect())
         self._writer = StreamWriter(self._links[0], out, place.origin)
-        self._reader = OrderedReader(GroupReader(self._links[1], incoming, "peer", "peer", place.origin))
+        self._reader = OrderedReader(GroupReader(self._links[1], incoming, "peer", place.origin))
         self._threads = [
             threading.Thread(target=self._write_all, name=f"writes {out}", daemon=True),
             threading.Thread(target=self._read_all, name=f"reads {incoming}", daemon=True),

@@ -55,10 +55,6 @@ class ReplyParser:
         self._socket = None
         self._ahead, self._at = b"", 0
 
-    def can_read(self, timeout: float = 0) -> bool:
-        """Whether something was received that nobody has read."""
-        return self._at < len(self._ahead)
-
     def read_response(self, *, disable_decoding: bool = False, timeout: object = None) -> Reply:
         """The next reply; each wait for more of it takes so long at most.
 

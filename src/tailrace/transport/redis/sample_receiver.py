@@ -76,7 +76,7 @@ class RedisSampleReceiver:
             self._open = self._wait_for_run(patience_s)
             origin = Origin(run, self._open.epoch)
             self._writer = StreamWriter(self._writing, self._keys.up(self._token), origin)
-            group = GroupReader(reading, self._keys.down(self._token), "rank", "rank", origin)
+            group = GroupReader(reading, self._keys.down(self._token), "rank", origin)
             self._reader = OrderedReader(group, read_ahead=_READ_AHEAD)
             self._lease = Lease(self._keeping, self._keys.name(name), self._token, self._open.lease_s)
             self._take_name()

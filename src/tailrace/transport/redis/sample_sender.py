@@ -105,7 +105,7 @@ class RedisSampleSender(SampleSender):
         """Of the connection's times, when leases were last counted: a rank renews nothing while Redis is away."""
         self._writes = ThreadPoolExecutor(1, thread_name_prefix="tailrace-samples")
         self._ending = threading.Event()
-        self._joins = GroupReader(self._watching, self._keys.joins, "orchestrator", "orchestrator", self._origin)
+        self._joins = GroupReader(self._watching, self._keys.joins, "orchestrator", self._origin)
         self._restored_of_lost = self._ignored_of_lost = 0
         place.count(self)
         self._start(self._watch, "tailrace-ranks")
@@ -191,7 +191,7 @@ class RedisSampleSender(SampleSender):
             self._lose(known, "another rank has its name now")
         writer = StreamWriter(self._writing, self._keys.down(join.token), self._origin)
         listening = self._place.connect()
-        reader = GroupReader(listening, self._keys.up(join.token), "orchestrator", "orchestrator", self._origin)
+        reader = GroupReader(listening, self._keys.up(join.token), "orchestrator", self._origin)
         rank = _Rank(join.name, join.token, writer, listening, reader, time.monotonic())
         self._ranks[join.name] = rank
         self._in_thread(partial(self._welcome, rank))

@@ -1,10 +1,10 @@
-"""One writer and groups of readers of one Redis stream, which outlives what Redis forgets.
+"""The writer and the reader of one Redis stream, which outlives what Redis forgets.
 
     StreamWriter   append ──► XADD, numbered from 1 ──► kept here and in Redis until `release`d by number
                    after each reconnect it asks what is there, and writes again what is not: a flush, a restart without
                    data, a failover that lost its last second
-    GroupReader    read ──► each message goes to one consumer of the group ──► `acknowledge`, or `reclaim`ed by another
-    OrderedReader  alone in its group: every message once and in order, whatever was written again
+    GroupReader    read ──► each message once ──► `acknowledge`; after a reconnect `reclaim` what a lost answer held
+    OrderedReader  every message once and in order, whatever was written again
 
 Entries of another run or epoch are ignored and counted: a stale start of a run can neither feed nor end this one.
 """
@@ -201,12 +201,12 @@ class StreamWriter:
 
 
 class GroupReader:
-    """One consumer of a group: each message goes to one of them. Its calls block: one thread at a time."""
+    """The one consumer of a group, which has its name. Its calls block: one thread at a time."""
 
-    def __init__(self, connection: RedisConnection, key: str, group: str, consumer: str, origin: Origin) -> None:
-        self.key, self.consumer = key, consumer
-        self.group = f"{group}@{origin.epoch}"
-        """Of this epoch: a consumer of an earlier one that lives on takes nothing from these."""
+    def __init__(self, connection: RedisConnection, key: str, name: str, origin: Origin) -> None:
+        self.key, self.name = key, name
+        self.group = f"{name}@{origin.epoch}"
+        """Of this epoch: a reader of an earlier one that lives on takes nothing from this one."""
         self.num_ignored = 0
         """Entries of another run or epoch."""
         self.known = 0
@@ -227,7 +227,7 @@ class GroupReader:
         return self._redis.times_connected
 
     def read(self, count: int = 1, wait_s: float = 1.0, *, done: Sequence[Entry] = ()) -> list[Entry]:
-        """Messages that no consumer of the group was given; waits for one, for so long at most.
+        """Messages that it was not given yet; waits for one, for so long at most.
 
         Entries that are `done` are acknowledged in the same pipeline. Raises `CorruptData` for what cannot be read, and
         `TransportError` where Redis was away for too long.
@@ -235,7 +235,7 @@ class GroupReader:
         if not self._has_group and not self._join():
             return []
         wait_ms = max(1, int(wait_s * 1000))
-        group = ("XREADGROUP", "GROUP", self.group, self.consumer)
+        group = ("XREADGROUP", "GROUP", self.group, self.name)
         command = (*group, "COUNT", count, "BLOCK", wait_ms, "STREAMS", self.key, ">")
         commands: list[Command] = [self._acknowledging(done)] if done else []
         *_, reply = self._redis.execute([*commands, command], waits_s=wait_s)
@@ -245,12 +245,12 @@ class GroupReader:
         streams = raised(reply)
         return [] if streams is None else self._opened(_entries(streams[0][1]))  # type: ignore[index]
 
-    def reclaim(self, count: int = 16) -> list[Entry]:
-        """Messages that a consumer was given and never acknowledged: they are this one's from now on."""
+    def reclaim(self) -> list[Entry]:
+        """Messages that it was given, by an answer that may be lost, and has not acknowledged."""
         if not self._has_group and not self._join():
             return []
         least_idle_ms = 0
-        command = ("XAUTOCLAIM", self.key, self.group, self.consumer, least_idle_ms, "0-0", "COUNT", count)
+        command = ("XAUTOCLAIM", self.key, self.group, self.name, least_idle_ms, "0-0", "COUNT", _PENDING)
         (reply,) = self._redis.execute([command])
         if isinstance(reply, Exception) and str(reply).startswith("NOGROUP"):
             self._has_group = False
@@ -258,7 +258,7 @@ class GroupReader:
         return self._opened(_entries(raised(reply)[1]))  # type: ignore[index]
 
     def acknowledge(self, entries: Sequence[Entry]) -> None:
-        """They need not be given to another consumer of the group."""
+        """They need not be given to it again."""
         if entries:
             self._redis.execute([self._acknowledging(entries)])
 
@@ -362,7 +362,7 @@ class OrderedReader:
         was_away = self.reader.times_connected != self._times_connected
         if was_away or self.reader.misses or self._gap_since_s is not None:
             times_connected = self.reader.times_connected
-            entries += self.reader.reclaim(_PENDING)
+            entries += self.reader.reclaim()
             self._times_connected = times_connected
         self._ahead |= {entry.number: entry for entry in entries}
 
