@@ -25,6 +25,8 @@ from tailrace.transport.batches.stores import (
     ValueStore,
 )
 from tailrace.transport.channels import Channel, OpenChannel, ipc_address
+from tailrace.transport.payloads.accounts import PayloadAccounts
+from tailrace.transport.payloads.store import MemoryPayloadStore
 from tailrace.transport.redis.channels import RedisPlace
 from tests.support.redis_servers import needs_redis, place_of
 from tests.transport.transport_builders import assert_same_batch, plan
@@ -135,7 +137,8 @@ async def test_what_no_checkpoint_has_is_sent_again_in_order_before_what_is_new(
         assert run.sender.resume_after(3) == 3  # a checkpoint that nobody had told of
         await run.train(4, 5, 6, 7)
         await sending
-        assert run.sender.oldest_retained == 3
+        with pytest.raises(TransportError, match="the batches of steps 1 to 2 are not kept any more"):
+            run.sender.resume_after(0)
 
 
 @pytest.mark.parametrize("kind", ["shared memory", "files", "by value"])
@@ -174,19 +177,31 @@ async def test_batches_that_wait_for_a_checkpoint_keep_no_file_open(kind: str, s
         for step in range(1, 40):
             await run.sender.send(batch(step))
             await run.train(step)
-        assert run.sender.oldest_retained == 1
         assert len(os.listdir("/proc/self/fd")) - before < 39  # some of shared memory, that the ranks have mapped
+        assert run.sender.resume_after(0) == 39
 
 
 async def test_what_a_checkpoint_has_is_released_and_its_place_used_again(sockets: Path, tmp_path: Path) -> None:
     async with ends("shared memory", sockets, tmp_path) as run:
-        for step in range(1, 9):
+        for step in range(1, 41):
             await run.sender.send(batch(step))
             await run.train(step)
             if step % 2 == 0:
                 run.sender.saved(step)
-        while run.sender.oldest_retained is not None:  # noqa: ASYNC110 - until the last answer is there
-            await asyncio.sleep(0.001)
+        num_files = len(os.listdir(tmp_path))
+    assert num_files <= 16  # two ranks', of the few batches that were there at a time
+
+
+class WatchedAccounts(PayloadAccounts):
+    """Those of payloads, of which there are none: told of each batch as it is released."""
+
+    def __init__(self) -> None:
+        super().__init__(MemoryPayloadStore())
+        self.let_go_of: list[int] = []
+
+    def let_go(self, batch: int) -> None:
+        super().let_go(batch)
+        self.let_go_of.append(batch)
 
 
 async def test_what_a_checkpoint_has_is_released_one_batch_in_a_turn_of_the_loop(sockets: Path, tmp_path: Path) -> None:
@@ -195,13 +210,15 @@ async def test_what_a_checkpoint_has_is_released_one_batch_in_a_turn_of_the_loop
             await run.sender.send(batch(step))
             await run.train(step)
         await run.sender.send(batch(31))  # once all but two were given back
+        run.sender.payloads = accounts = WatchedAccounts()
         run.sender.saved(28)
-        oldest = []
+        released = []
         for _ in range(60):
-            oldest.append(run.sender.oldest_retained or 0)
+            released.append(len(accounts.let_go_of))
             await asyncio.sleep(0)
-        assert max(after - before for before, after in itertools.pairwise(oldest)) == 1
-        assert oldest[-1] == 29
+        assert max(after - before for before, after in itertools.pairwise(released)) == 1
+        assert accounts.let_go_of == [*range(1, 29)]
+        await accounts.close()
 
 
 class WeighedPiece(Piece):
@@ -237,12 +254,12 @@ async def test_what_is_retained_is_weighed_once_and_not_at_every_step(sockets: P
 async def test_the_oldest_go_where_too_many_bytes_are_kept_and_cannot_be_asked_for(
     sockets: Path, tmp_path: Path
 ) -> None:
-    async with ends("shared memory", sockets, tmp_path, retained_bytes=1) as run:
+    async with ends("files", sockets, tmp_path, retained_bytes=1) as run:
         for step in (1, 2):
             await run.sender.send(batch(step))
             await run.train(step)
-        while run.sender.oldest_retained is not None:  # noqa: ASYNC110 - until the ranks' answers are there
-            await asyncio.sleep(0)
+        while os.listdir(tmp_path):  # noqa: ASYNC110 - until the ranks' answers are there
+            await asyncio.sleep(0.001)
         await run.sender.send(batch(3))
         await run.replace()
         with pytest.raises(TransportError, match="the batches of steps 1 to 2 are not kept any more"):

@@ -148,11 +148,6 @@ class ChannelBatchSender(BatchSender):
         if self._retains:
             self._versions[step] = version
 
-    @property
-    def oldest_retained(self) -> int | None:
-        """The step of the oldest batch that is retained."""
-        return next((written.step for written in self._retained.values()), None)
-
     def saved(self, step: int) -> None:
         """A durable checkpoint contains `step`: release it and all before."""
         self._saved_step = max(step, self._saved_step)
