@@ -140,21 +140,18 @@ class LoopLagMonitor:
 
     async def _beat(self) -> None:
         with closing(CoreWait()) as core_wait:
-            await self._beat_on(core_wait)
-
-    async def _beat_on(self, core_wait: CoreWait) -> None:
-        while True:
-            await asyncio.sleep(self._interval_s)
-            lag_s = self._overdue_s()
-            self._held_max_s = max(self._held_max_s, lag_s - core_wait.since_s())
-            self._last_beat_s = time.monotonic()
-            self._lags.append(lag_s)
-            self._max_s = max(self._max_s, lag_s)
-            blamed = self._blame(lag_s)
-            if lag_s > self._stall_s:
-                self._stalls += 1
-                _logger.warning("the event loop was held for %.1f s%s", lag_s, blamed)
-            self._draw(lag_s, blamed)
+            while True:
+                await asyncio.sleep(self._interval_s)
+                lag_s = self._overdue_s()
+                self._held_max_s = max(self._held_max_s, lag_s - core_wait.since_s())
+                self._last_beat_s = time.monotonic()
+                self._lags.append(lag_s)
+                self._max_s = max(self._max_s, lag_s)
+                blamed = self._blame(lag_s)
+                if lag_s > self._stall_s:
+                    self._stalls += 1
+                    _logger.warning("the event loop was held for %.1f s%s", lag_s, blamed)
+                self._draw(lag_s, blamed)
 
     def _blame(self, lag_s: float) -> str:
         """Which phase held the loop most since the last heartbeat, for people: at most the lag, which began later."""

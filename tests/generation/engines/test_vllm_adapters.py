@@ -83,7 +83,7 @@ def test_a_request_that_runs_goes_on_with_the_next_adapter(core: InprocClient) -
     """Its first token after the change over keys and values of before, as with whole weights."""
     from tailrace.generation.engines.vllm.engine import VllmEngine
 
-    engine = VllmEngine(core, kv_cache="recompute", version=7)
+    engine = VllmEngine(core, kv_cache="recompute")
     driver = Driver(engine)
     driver.engine.add(request("runs on", PROMPTS[0], max_tokens=24))
     for _ in range(8):

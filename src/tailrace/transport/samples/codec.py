@@ -231,7 +231,8 @@ def _mixed_spans(name: str, segment: Segment, lengths: NDArray[Any]) -> list[Int
     """Of each sample, [spans, 2], counted from its first token."""
     if "mixed_spans" not in segment.tensors:
         return [_NO_SPANS] * len(lengths)
-    counts, spans = _optional(name, segment, "span_counts"), _optional(name, segment, "mixed_spans")
+    counts: NDArray[Any] = view_column(name, segment, "span_counts", "I32")
+    spans: NDArray[Any] = view_column(name, segment, "mixed_spans", "I32")
     _require(
         name, {"mixed_spans": len(counts) == len(lengths) and _counts_add_up(2 * counts.astype(np.int64), len(spans))}
     )
@@ -243,7 +244,8 @@ def _mixed_spans(name: str, segment: Segment, lengths: NDArray[Any]) -> list[Int
 def _supports(name: str, segment: Segment, bounds: Sequence[slice]) -> list[Supports | None]:
     if "support_counts" not in segment.tensors:
         return [None] * len(bounds)
-    whole = Supports(_optional(name, segment, "support_ids"), _optional(name, segment, "support_counts"))
+    token_ids: NDArray[Any] = view_column(name, segment, "support_ids", "I32")
+    whole = Supports(token_ids, view_column(name, segment, "support_counts", "I32"))  # type: ignore[arg-type]
     _require(name, {"support_counts": whole.num_tokens == bounds[-1].stop})
     parts: list[Supports | None] = []
     used = 0
@@ -253,9 +255,3 @@ def _supports(name: str, segment: Segment, bounds: Sequence[slice]) -> list[Supp
         parts.append(Supports(whole.token_ids[used:end], counts))
         used = end
     return parts
-
-
-def _optional(name: str, segment: Segment, column: str) -> Int32Array:
-    if column not in segment.tensors:
-        return np.empty(0, np.int32)
-    return view_column(name, segment, column, "I32")  # type: ignore[return-value]

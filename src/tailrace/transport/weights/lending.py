@@ -104,9 +104,7 @@ class ModelStateDictLender:
 
     def _look_up(self, found: ModelStateDictRef, content: memoryview, held: str) -> tuple[str, Delta | None]:
         """The digest of a file, and what changed from the one that is held, where that is known and short."""
-        if not self._deltas:
-            return digest_of(content), None
-        if self._is_late(found):
+        if not self._deltas or self._is_late(found):
             return digest_of(content), None
         wanted = self._keep(found)
         base = next((kept for kept in self._kept.values() if kept.digest == held), None)

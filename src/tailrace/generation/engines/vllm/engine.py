@@ -80,7 +80,6 @@ class VllmEngine(Engine):
         core: InprocClient,
         *,
         chunk_tokens: int = 64,
-        version: int = 0,
         kv_cache: KvCache = "keep",
         share_prefix_across_versions: bool = False,
         return_routed_experts: bool = False,
@@ -107,7 +106,7 @@ class VllmEngine(Engine):
         )
         self._kv_capacity_tokens = config.cache_config.num_gpu_blocks * config.cache_config.block_size
         self._chunk_tokens = chunk_tokens
-        self._version = version
+        self._version = 0
         self._installed_s = 0.0
         self._kv_cache = kv_cache
         self._salts = PrefixSalts(kv_cache, share_across_versions=share_prefix_across_versions)
