@@ -100,3 +100,21 @@ sys.exit(3)
 def test_a_thread_of_users_code_that_never_ends_does_not_keep_the_process_alive() -> None:
     done = subprocess.run([sys.executable, "-c", HANGING], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, "they do not end: threads of-the-user" in done.stderr) == (3, True), done.stderr
+
+
+WITH_AN_ENGINE = """
+import atexit, sys, threading
+from tailrace.lifecycle.event_loop import force_exit_if_threads_hang
+atexit.register(print, "the interpreter exits")
+threading.Thread(target=threading.Event().wait, name="tailrace-engine", daemon=True).start()
+print("done")
+force_exit_if_threads_hang(3)
+"""
+
+
+def test_a_process_whose_engine_still_runs_ends_before_the_interpreter_does() -> None:
+    """What is in torch's code by then aborts the process, and its status with it."""
+    done = subprocess.run(
+        [sys.executable, "-c", WITH_AN_ENGINE], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout) == (3, "done\n"), done.stderr

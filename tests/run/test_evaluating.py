@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from tailrace.config.sources import recipe_folder
 from tailrace.environments import EnvironmentSpec, Policy, Task
 from tailrace.errors import EnvironmentFailed, SettingsError
 from tailrace.free_ports import free_port
+from tailrace.generation.engines.torch.engine import TorchEngine
 from tailrace.records import GroupId, RolloutId
 from tailrace.run.evaluating import EnvironmentEvaluation, evaluate_model, save_rollouts, unevaluated
 from tailrace.scheduling import EvaluationResult
@@ -43,6 +46,19 @@ async def test_several_generators_measure_what_one_does_in_this_process_and_leav
     assert len(alone) == 6
     assert await rewards("--generator.replicas", "2") == alone
     assert not [*shared_memory_folder().glob(f"tailrace-run-{os.getpid()}-*")]
+
+
+async def test_an_evaluation_in_this_process_waits_for_its_engine_to_be_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine's thread that runs on would abort a command that ends with it."""
+    close = TorchEngine.close
+
+    def take_long(engine: TorchEngine) -> None:
+        time.sleep(0.3)
+        close(engine)
+
+    monkeypatch.setattr(TorchEngine, "close", take_long)
+    await rewards(*INLINE)
+    assert "tailrace-engine" not in [thread.name for thread in threading.enumerate()]
 
 
 async def test_what_the_settings_say_of_the_trainer_changes_nothing() -> None:

@@ -24,6 +24,9 @@ _END_S = 2.0
 _EXIT_S = 10.0
 """How long the interpreter has to exit, which waits for threads that users' code started."""
 
+_OF_ENGINES = ("tailrace-engine", "tailrace-staging")
+"""Threads of `generation.engine_thread`."""
+
 _MOST_THREADS = 1024
 
 _logger = logging.getLogger(__name__)
@@ -69,9 +72,10 @@ def force_exit_if_threads_hang(status: int, *, within_s: float = _EXIT_S) -> Non
     """End the process with `status` if a thread that never returns would keep it alive; call it last.
 
     A call in the loop's own threads is known to hang by now. Threads that users' code started have `within_s` to end
-    while the interpreter exits, which waits for them.
+    while the interpreter exits, which waits for them. It does not for an engine's, and one that is in torch's code then
+    aborts the process.
     """
-    if _stuck:
+    if _stuck or any(thread.name in _OF_ENGINES for thread in threading.enumerate()):
         _exit_now(status)
     threading.Thread(target=_exit_later, args=(status, within_s), daemon=True).start()
 

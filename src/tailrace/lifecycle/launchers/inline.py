@@ -22,9 +22,12 @@ class InlineHandle(RoleHandle):
 
     @override
     def _terminate(self) -> None:
-        self._task.cancel()
+        if not self.is_done:  # else it ends by itself, and a thread in its clean-up would be left behind
+            self._task.cancel()
 
-    _kill = _terminate
+    @override
+    def _kill(self) -> None:
+        self._task.cancel()
 
     @override
     def early_exit(self) -> LifecycleError:
