@@ -410,6 +410,13 @@ def test_a_step_at_which_a_constant_learning_rate_has_fallen_is_refused() -> Non
         handed_to_roles("--trainer.decay_steps", "5", "--trainer.decay", "constant")
 
 
+def test_a_run_with_one_goes_on_and_its_plan_says_that_it_does_nothing() -> None:
+    constant = ("--trainer.decay_steps", "5", "--trainer.decay", "constant", "--trainer.decay_end", "0")
+    resumed = load_settings("quickstart", [*constant, "--resume"])
+    sentence = "The learning rate does not fall: trainer.decay_steps = 5 is for trainer.decay = 'linear' and 'cosine'"
+    assert any(line.startswith(sentence) for line in plan_run(resumed, {"alphabet-sort": 800}).sentences)
+
+
 @pytest.mark.parametrize("settings", [RunSettings, SimulationPlan])
 def test_what_may_be_unset_is_unless_it_is_given(settings: type[BaseModel]) -> None:
     """A run's config.toml leaves out what is unset: another default would take its place in a resume."""

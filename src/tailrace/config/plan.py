@@ -53,7 +53,7 @@ def plan_run(settings: RunSettings, num_tasks: Mapping[str, int]) -> Plan:
     """Derive the budgets. `num_tasks` counts each environment's training tasks, by its id.
 
     Raises `SettingsError` where the learning rate would have fallen before it has risen, and the run goes on then, and
-    where it is told when to have fallen, and does not fall.
+    where it is told when to have fallen, and does not fall, unless that is a resume, whose settings are there already.
     """
     batch_size, max_staleness = settings.scheduling.batch_size, settings.max_staleness
     sizes = dict(zip(num_tasks, map(settings.group_size, settings.environments), strict=True))
@@ -94,6 +94,8 @@ def _require_decay_steps_in_place(settings: RunSettings, expected_steps: float) 
     if trainer.decay_steps is None:
         return
     if trainer.decay == "constant":
+        if settings.resume:  # of a run that was begun when this was not refused
+            return
         raise SettingsError(
             f"trainer.decay_steps = {trainer.decay_steps} is the step at which the learning rate has fallen, and with "
             "trainer.decay = 'constant' it does not fall: leave it out, or write trainer.decay = \"linear\" or "
@@ -157,11 +159,14 @@ def _rollout_tokens(settings: RunSettings) -> int:
 
 def _decay(settings: RunSettings) -> list[str]:
     trainer = settings.trainer
-    if trainer.decay != "constant" or not trainer.decay_end:
+    unused = [] if trainer.decay_steps is None else [f"trainer.decay_steps = {trainer.decay_steps}"]
+    unused += [f"trainer.decay_end = {trainer.decay_end:g}"] if trainer.decay_end else []
+    if trainer.decay != "constant" or not unused:
         return []
+    are = "are" if len(unused) > 1 else "is"
     return [
-        f"The learning rate does not fall: trainer.decay_end = {trainer.decay_end:g} is for trainer.decay = 'linear' "
-        "and 'cosine', and it is 'constant'."
+        f"The learning rate does not fall: {' and '.join(unused)} {are} for trainer.decay = 'linear' and 'cosine', "
+        "and it is 'constant'."
     ]
 
 

@@ -50,8 +50,8 @@ class TrainerSettings(BaseModel):
     decay_steps: int | None = Field(
         default=None,
         ge=1,
-        description="Step at which it has fallen (linear and cosine, refused otherwise); unset: max_steps, or what"
-        " max_epochs come to if no group is filtered, whichever is first.",
+        description="Step at which it has fallen (linear and cosine, refused otherwise in a new run); unset: max_steps,"
+        " or what max_epochs come to if no group is filtered, whichever is first.",
     )
     beta1: float = Field(default=0.9, ge=0, lt=1, description="AdamW's decay of the mean of gradients.")
     beta2: float = Field(default=0.99, ge=0, lt=1, description="AdamW's decay of the mean of squared gradients.")
