@@ -170,11 +170,6 @@ ON_GPUS = ["--trainer.device", "cuda", "--generator.engine", "vllm"]
         (["--rollouts.evaluation.temperature", "0.001", "--generator.engine", "vllm"], "sample at 0.01 or above"),
         (["--environment.temperature", "3", "--generator.engine", "vllm"], "environments asks for a temperature of 3,"),
         (
-            ["--environment.judge.temperature", "0.001"],
-            r"^command line: environments.0.judge.temperature asks for a temperature of 0.001, and engines sample at",
-        ),
-        (["--environment.judge.temperature", "3", "--generator.engine", "vllm"], "temperature of 3, .* 2 at most"),
-        (
             [*TEACHER, "--scheduling.group_release", "early"],
             "asks a teacher when a group is scored, .* leave one of them",
         ),

@@ -18,7 +18,7 @@ from tailrace.records import RunStatus
 from tailrace.reporting.summary import RunSummary
 from tailrace.rollouts import ChatRenderer
 from tailrace.run.folder import open_run_folder, record_settings
-from tailrace.run.parts import within_own_context
+from tailrace.run.parts import load_environments, within_own_context
 from tailrace.run.training import train
 from tests.run.runs import RESUMED, TINY, environment, records, rollouts, run_inline, tiny_settings
 from tests.support.bundled_models import copy_bundled
@@ -153,6 +153,32 @@ async def test_what_can_be_known_before_is_told_before_anything_is_made(
     with pytest.raises(error, match=message):
         await run_inline(tmp_path, "--max_steps", "1", *overrides)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("--environment.judge.temperature", "0.001"), "a temperature of 0.001, and engines sample at 0.01 or above"),
+        (
+            ("--environment.judge.temperature", "3", "--generator.engine", "vllm"),
+            "a temperature of 3, and generator.engine = 'vllm' samples at 2 at most: write less, or choose the torch",
+        ),
+        ((*environment("judged_hotly"), "--generator.engine", "vllm"), "a temperature of 3, and generator.engine ="),
+    ],
+)
+def test_a_temperature_of_a_judge_that_the_runs_engine_does_not_take_is_refused(
+    overrides: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(SettingsError, match=rf"^environments.0.judge.temperature asks for {message}") as refused:
+        load_environments(tiny_settings(*overrides))
+    assert refused.value.key == ("environments", 0, "judge", "temperature")
+
+
+def test_a_judge_that_its_environment_has_elsewhere_may_have_any_temperature() -> None:
+    judge = (*environment("judged_elsewhere"), "--environment.judge.temperature", "0.001")
+    (loaded,) = load_environments(tiny_settings(*judge)).values()
+    assert loaded.spec.judge is not None
+    assert (loaded.spec.judge.url, loaded.spec.judge.temperature) == ("http://judge/v1", 0.001)
 
 
 async def test_an_environment_that_no_worker_can_load_fails_the_run_once(tmp_path: Path) -> None:

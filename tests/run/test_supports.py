@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import re
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import msgspec
@@ -13,11 +16,14 @@ from tailrace.errors import SettingsError
 from tailrace.generation.engine_thread.generator import Generator
 from tailrace.generation.engines.protocol import EngineLimits
 from tailrace.generation.engines.simulated import SimulatedEngine
+from tailrace.generation.rpc.client import GeneratorClient
 from tailrace.generation.rpc.server import GeneratorServer
 from tailrace.models.identity import identify
+from tailrace.run.evaluating import evaluate_model
 from tailrace.run.replica_sources import ConnectedGenerator
+from tailrace.run.training import train
 from tailrace.transport.weights.stores import MemoryModelStateDictStore
-from tests.run.runs import environment, records, run_inline, tiny_settings
+from tests.run.runs import WITHOUT_MODEL, environment, records, run_inline, tiny_settings
 
 STEPS = (
     "--max_steps",
@@ -30,6 +36,7 @@ STEPS = (
     "1e-3",
 )
 FRESH = "training/logprob_difference_fresh"
+HOT_JUDGE = r"environments\.0\.judge\.temperature asks for a temperature of 3, and the generator at tcp:.* at 2 at most"
 
 
 @pytest.mark.parametrize("schedule", ["sync", "stream"])
@@ -70,22 +77,32 @@ class Recording(SimulatedEngine):
 async def refusal(engine: type[SimulatedEngine], *overrides: str, for_training: bool = True) -> str:
     """Why a run does not use a generator that runs already; empty where it does."""
     settings = tiny_settings(*overrides)
+    async with served(engine, settings.model.name) as address:
+        source = ConnectedGenerator("generator", address, settings, epoch="run", lend=None, for_training=for_training)
+        client = await source.open(lambda statistics, received: None)
+        try:
+            await source.hello(client, seed=0)
+        except SettingsError as error:
+            return str(error)
+        finally:
+            await client.leave()
+    return ""
+
+
+@contextlib.asynccontextmanager
+async def served(engine: type[SimulatedEngine], model: str) -> AsyncIterator[str]:
+    """The address of a generator that runs already, until the block ends."""
     generator = Generator(lambda: engine(vocab_size=1024))
-    model = identify(settings.model.name)
-    server = GeneratorServer(generator, MemoryModelStateDictStore().open, "tcp://127.0.0.1:*", model=model)
+    opens = MemoryModelStateDictStore().open
+    server = GeneratorServer(generator, opens, "tcp://127.0.0.1:*", model=identify(model))
     serving = asyncio.create_task(server.serve())
-    source = ConnectedGenerator(
-        *("generator", server.address, settings), epoch="run", lend=None, for_training=for_training
-    )
-    client = await source.open(lambda statistics, received: None)
     try:
-        await source.hello(client, seed=0)
-    except SettingsError as error:
-        return str(error)
+        yield server.address
     finally:
+        client = GeneratorClient(server.address)
+        await client.hello()
         await client.close()
         await asyncio.wait_for(serving, 10)
-    return ""
 
 
 async def test_a_generator_that_cannot_tell_is_refused_before_the_first_rollout() -> None:
@@ -132,3 +149,14 @@ async def test_a_generator_that_takes_no_such_temperature_is_refused_before_the_
     assert found.endswith("samples at 2 at most: write less, or serve with another engine")
     assert await refusal(SimulatedEngine, *overrides) == ""
     assert await refusal(Narrow, "--rollouts.evaluation.temperature", "0") == ""
+
+
+async def test_so_is_one_that_a_judge_of_an_environments_own_would_ask(tmp_path: Path) -> None:
+    judged = (*environment("judged_hotly"), *WITHOUT_MODEL, "--max_steps", "1")
+    async with served(Narrow, tiny_settings().model.name) as address:
+        settings = tiny_settings(*judged, "--generator.connect", address)
+        with pytest.raises(SettingsError, match=HOT_JUDGE):
+            await evaluate_model(settings)
+        summary = await train(settings, tmp_path)
+        assert (summary.exit_code, summary.steps) == (2, 0)
+        assert re.search(HOT_JUDGE, summary.reason)

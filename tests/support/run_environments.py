@@ -63,6 +63,8 @@ def empty() -> EnvironmentSpec:
 judged_coolly = EnvironmentSpec(
     name="judged-coolly", agent=answer, train_tasks=[{"word": "a"}], judge=JudgeSettings(temperature=0.001)
 )
+judged_hotly = replace(words(), name="judged-hotly", judge=JudgeSettings(temperature=3.0))
+judged_elsewhere = replace(words(), name="judged-elsewhere", judge=JudgeSettings(url="http://judge/v1"))
 
 
 async def praise(task: Task, policy: Policy) -> float:

@@ -106,15 +106,16 @@ class RunSettings(BaseModel):
         own = self.generator.seed
         return self.seed if own is None else own
 
-    def temperatures_outside(self, least: float, highest: float) -> list[tuple[str, float]]:
+    def temperatures_outside(self, least: float, highest: float, *, of_judges: bool = False) -> list[tuple[str, float]]:
         """By their settings, those asked for that an engine of this range, and of 0 (greedy), does not take.
 
-        Judges at an endpoint ask no engine of the run.
+        `of_judges`: also those of judges that ask the run's engine. Which do is known once these are the settings
+        `with_own_judges`: what one of the settings leaves unset, an endpoint too, is of the environment's own.
         """
         judges = {
             f"environments.{index}.judge.temperature": one.judge
             for index, one in enumerate(self.environments)
-            if one.judge is not None and one.judge.url is None
+            if of_judges and one.judge is not None and one.judge.url is None
         }
         asked = [
             ("rollouts.temperature", self.rollouts.temperature),

@@ -49,7 +49,7 @@ from tailrace.run.folder import RunPaths, writing
 from tailrace.run.orchestrator import Orchestrator
 from tailrace.run.outside import offered, waits_for_clients
 from tailrace.run.outside_trainer import OutsideTrainer
-from tailrace.run.parts import held_out_tasks, open_rollouter
+from tailrace.run.parts import held_out_tasks, open_rollouter, with_own_judges
 from tailrace.run.scheduler_states import SchedulerStates
 from tailrace.run.started_roles import StartedRoles, start_roles
 from tailrace.run.teacher import make_teacher
@@ -173,7 +173,7 @@ async def compose(ground: RunGround) -> AsyncIterator[ComposedRun]:
         log = FileEventLog(paths.events, uuid.uuid4().hex)
     writers = RunWriters(queue_records=settings.observability.queue_records)
     async with contextlib.AsyncExitStack() as stack:
-        roles = await stack.enter_async_context(start_roles(settings, paths, log))
+        roles = await stack.enter_async_context(start_roles(with_own_judges(settings, environments), paths, log))
         stack.push_async_callback(log.close)
         observer = _observer(ground, writers, roles)
         holding = HoldingGenerate(roles.generators.router.generate, roles.generators.router.interrupt)

@@ -71,18 +71,18 @@ def load_environments(
         loaded[spec.name] = LoadedEnvironment.of(
             spec, settings.rollouts, chosen, is_apart=is_apart, stays_because=stays_because
         )
-    _require_judges_in_range(settings, loaded)
+    if found := next(temperatures(with_own_judges(settings, loaded), of_judges=True), None):
+        raise SettingsError(found.message, key=found.keys[0])
     return loaded
 
 
-def _require_judges_in_range(settings: RunSettings, loaded: Mapping[str, LoadedEnvironment]) -> None:
-    """Also where the environment says what its judge samples at. Raises `SettingsError`."""
+def with_own_judges(settings: RunSettings, loaded: Mapping[str, LoadedEnvironment]) -> RunSettings:
+    """The settings, with judges as they were loaded: what is unset in one is of the judge that the environment has."""
     judged = tuple(
         chosen.model_copy(update={"judge": one.spec.judge})
         for chosen, one in zip(settings.environments, loaded.values(), strict=True)
     )
-    if found := next(temperatures(settings.model_copy(update={"environments": judged})), None):
-        raise SettingsError(found.message, key=found.keys[0])
+    return settings.model_copy(update={"environments": judged})
 
 
 def _is_apart(

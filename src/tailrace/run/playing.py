@@ -15,7 +15,7 @@ from tailrace.lifecycle.event_loop import first_done
 from tailrace.rollouts import ChatRenderer, LoadedEnvironment, Rollouter
 from tailrace.run.orchestrator import root_cause
 from tailrace.run.outside import require_inside
-from tailrace.run.parts import make_renderer, open_rollouter, within_own_context
+from tailrace.run.parts import make_renderer, open_rollouter, with_own_judges, within_own_context
 from tailrace.run.started_roles import Watch, open_generate
 
 ResultT = TypeVar("ResultT")
@@ -82,7 +82,7 @@ async def playing(
         untrained = without_training(settings)
         settings = settings.model_copy(update={"generator": untrained.generator})
         async with (
-            open_generate(untrained, folder) as (generate, failed),
+            open_generate(with_own_judges(untrained, environments), folder) as (generate, failed),
             open_rollouter(settings, environments, renderer=renderer, generate=generate) as rollouter,
         ):
             try:  # all rollouts meet the failure of their generators

@@ -138,7 +138,8 @@ class ConnectedGenerator(ReplicaSource):
     ) -> None:
         """It has to serve the architecture of the run's model; its weights, too, where no `lend` sends it others.
 
-        What it cannot hold or take is refused, and, `for_training`, what it does not return.
+        What it cannot hold or take is refused, and, `for_training`, what it does not return. `settings` are those
+        `with_own_judges`, which it may be asked by.
         """
         chosen = settings.generator
         self.name, self._address, self._epoch, self._settings = name, address, epoch, settings
@@ -215,7 +216,7 @@ class ConnectedGenerator(ReplicaSource):
                 f"it chose: start it with `tailrace serve {self._model} --generator.return_routed_experts true`"
             )
         highest = limits.highest_temperature
-        for key, temperature in chosen.temperatures_outside(0.0, highest):
+        for key, temperature in chosen.temperatures_outside(0.0, highest, of_judges=True):
             yield (
                 f"{key} asks for a temperature of {temperature:g}, and the generator at {self._address} samples at "
                 f"{highest:g} at most: write less, or serve with another engine"

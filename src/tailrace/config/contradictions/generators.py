@@ -165,9 +165,9 @@ def _contexts(settings: RunSettings) -> Iterator[Contradiction]:
             )
 
 
-def temperatures(settings: RunSettings) -> Iterator[Contradiction]:
-    """Those asked for that the run's engine does not sample at."""
-    for key, temperature in settings.temperatures_outside(LEAST_TEMPERATURE, math.inf):
+def temperatures(settings: RunSettings, *, of_judges: bool = False) -> Iterator[Contradiction]:
+    """Those asked for that the run's engine does not sample at. `of_judges` as `temperatures_outside` has it."""
+    for key, temperature in settings.temperatures_outside(LEAST_TEMPERATURE, math.inf, of_judges=of_judges):
         yield Contradiction(
             f"{key} asks for a temperature of {temperature:g}, and engines sample at {LEAST_TEMPERATURE:g} or above: "
             "write one of those",
@@ -175,7 +175,7 @@ def temperatures(settings: RunSettings) -> Iterator[Contradiction]:
         )
     if settings.generator.engine != "vllm" or settings.generator.connect:  # the latter say themselves what they take
         return
-    for key, temperature in settings.temperatures_outside(0.0, HIGHEST_TEMPERATURE):
+    for key, temperature in settings.temperatures_outside(0.0, HIGHEST_TEMPERATURE, of_judges=of_judges):
         yield Contradiction(
             f"{key} asks for a temperature of {temperature:g}, and generator.engine = 'vllm' samples at "
             f"{HIGHEST_TEMPERATURE:g} at most: write less, or choose the torch engine",
