@@ -26,6 +26,7 @@ from tailrace.environments import EnvironmentSpec
 from tailrace.errors import DataError, LifecycleError, SettingsError
 from tailrace.records import RunStatus, Task
 from tailrace.reporting.summary import read_summary
+from tailrace.training.settings.losses import CispoSettings
 from tailrace.training.settings.trainer import TrainerSettings
 from tests.run.runs import IMPORTS, ROOT
 from tests.support import run_environments
@@ -54,6 +55,20 @@ def test_an_object_of_settings_stands_for_the_table_of_what_was_set_in_it() -> N
     table = tomllib.loads(tomli_w.dumps(given.places.file.table))
     assert table["trainer"] == {"learning_rate": 1e-4}
     assert given.settings.trainer == TrainerSettings(learning_rate=1e-4)
+
+
+def test_one_in_changes_leaves_the_rest_as_the_recipe_has_it(tmp_path: Path) -> None:
+    recipe = tmp_path / "own.toml"
+    recipe.write_text(
+        'max_steps = 2\nmodel.name = "bundled:quickstart"\nenvironments = [{ name = "alphabet-sort" }]\n'
+        'trainer.loss = { name = "cispo", lowest_weight = 0.5 }\n'
+    )
+    for changes in (
+        {"trainer.loss": CispoSettings(truncation=3.0)},
+        {"trainer": {"loss": CispoSettings(truncation=3)}},
+    ):
+        loss = _Given(recipe, changes).settings.trainer.loss
+        assert loss == CispoSettings(lowest_weight=0.5, truncation=3.0)
 
 
 def test_the_page_says_what_happens() -> None:

@@ -100,7 +100,8 @@ def train(
 
     Args:
         settings: A recipe, a .toml file, or tables of settings; see `Settings`.
-        changes: Laid over them, by dotted name or in tables: `{"max_steps": 20, "trainer.learning_rate": 1e-4}`.
+        changes: Laid over them, by dotted name or in tables: `{"max_steps": 20, "trainer.learning_rate": 1e-4}`. An
+            object of settings stands for the table of what was set in it.
         on_step: Called with the `StepMetrics` of every step, in order; what returns True ends the run, with a last
             save. The run goes on meanwhile.
         on_evaluation: The same for evaluations beside training.
