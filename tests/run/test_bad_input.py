@@ -316,15 +316,27 @@ def test_a_dry_run_refuses_what_a_role_would(
     assert says in " ".join(capsys.readouterr().err.split())
 
 
-def test_a_dry_run_says_that_parquet_needs_an_extra(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_generators_that_run_already_may_have_an_engine_that_is_batch_invariant(
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    invariant = ("--generator.batch_invariant", "true", "--generator.kv_cache", "recompute")
+    assert main([*DRY, *invariant, "--generator.connect", "tcp://127.0.0.1:1"]) == 0, capsys.readouterr().err
+
+
+def hide(monkeypatch: pytest.MonkeyPatch, *packages: str) -> None:
+    """As if they were not installed."""
     find_spec = importlib.util.find_spec
 
     def find(name: str, package: str | None = None) -> ModuleSpec | None:
-        return None if name == "pyarrow" else find_spec(name, package)
+        return None if name in packages else find_spec(name, package)
 
     monkeypatch.setattr("importlib.util.find_spec", find)
+
+
+def test_a_dry_run_says_that_parquet_needs_an_extra(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hide(monkeypatch, "pyarrow")
     assert main([*DRY, "--export-tokens", "parquet"]) == 2
     said = " ".join(capsys.readouterr().err.split())
     assert 'trainer.export_tokens = "parquet" needs pyarrow: pip install "tailrace[parquet]", or choose "jsonl"' in said

@@ -24,7 +24,7 @@ def require_engine(generator: GeneratorSettings) -> None:
     """Raise `SettingsError` for an engine that is not installed or settings that it does not take; imports neither."""
     if generator.engine == "vllm":
         require_vllm(generator)
-    elif generator.batch_invariant:
+    elif generator.batch_invariant and not generator.connect:  # else the run builds no engine
         raise SettingsError(
             "generator.batch_invariant: the torch engine's sums depend, in their last bits, on what runs beside a "
             "request; leave it off",
