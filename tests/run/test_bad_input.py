@@ -342,6 +342,16 @@ def test_a_dry_run_says_that_parquet_needs_an_extra(
     assert 'trainer.export_tokens = "parquet" needs pyarrow: pip install "tailrace[parquet]", or choose "jsonl"' in said
 
 
+def test_what_a_trainer_needs_is_asked_for_on_its_machine_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hide(monkeypatch, "pyarrow", "peft")
+    elsewhere = ("--placement", "redis", "--transport.redis.url", "redis://host")
+    for wants in (("--export-tokens", "parquet"), ("--trainer.lora.rank", "4")):
+        assert main([*DRY, *wants]) == 2
+        assert main([*DRY, *wants, *elsewhere]) == 0, capsys.readouterr().err
+
+
 def test_a_dry_run_has_no_trainer_for_a_stream_within_its_process(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -26,7 +26,7 @@ def role_devices(settings: RunSettings) -> dict[str, tuple[str, ...]]:
         _require_transfer(settings, {})
         return {}
     pool = visible_devices(os.environ)
-    is_elsewhere = not launcher.others_have.isdisjoint(settings.trainer.rank_names)
+    is_elsewhere = has_trainer_elsewhere(settings)
     needs = _needs(settings, pool, has_trainer=not is_elsewhere)
     if not launcher.runs_in_this_process:
         devices = assign_devices(needs, pool)
@@ -37,6 +37,11 @@ def role_devices(settings: RunSettings) -> dict[str, tuple[str, ...]]:
     for need in needs:  # roles of one process see the same GPUs, and each picks its own by `device`
         assign_devices([need], pool)
     return {}
+
+
+def has_trainer_elsewhere(settings: RunSettings) -> bool:
+    """Whether a machine of which this one knows nothing has the trainer: that of `tailrace join`."""
+    return not launcher_class(settings.placement).others_have.isdisjoint(settings.trainer.rank_names)
 
 
 def in_own_process(settings: RunSettings, devices: Mapping[str, tuple[str, ...]]) -> RunSettings:

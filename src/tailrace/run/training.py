@@ -42,7 +42,7 @@ from tailrace.reporting.trackers.registry import require_trackers
 from tailrace.rollouts import LoadedEnvironment
 from tailrace.run.callbacks import Callbacks
 from tailrace.run.composition import ComposedRun, RunGround, compose
-from tailrace.run.devices import describe_devices, role_devices
+from tailrace.run.devices import describe_devices, has_trainer_elsewhere, role_devices
 from tailrace.run.engines import require_engine
 from tailrace.run.folder import RunPaths, count_starts, open_run_folder, record_settings, writing
 from tailrace.run.limits import require_room
@@ -204,8 +204,9 @@ def checked_environments(settings: RunSettings, given: Mapping[str, object]) -> 
     """Those of the settings. Raises before anything is started where an engine, keys, an extra or tasks are missing."""
     require_engine(settings.generator)
     connect_keys(settings.generator)  # which every connection reads anew
-    require_peft(settings.trainer.lora)
-    require_export(settings.trainer.export_tokens)
+    if not has_trainer_elsewhere(settings):
+        require_peft(settings.trainer.lora)
+        require_export(settings.trainer.export_tokens)
     require_parquet(settings.observability.tokens_every_steps)
     require_page(settings.observability.ui)
     require_trackers(settings.observability.trackers)
