@@ -49,7 +49,8 @@ class guarded:
 
 
 def decoded(read: Callable[ParamT, ResultT], *args: ParamT.args, **kwargs: ParamT.kwargs) -> ResultT | None:
-    """What a parser makes of bytes; None of such as it cannot take apart, or a file that it cannot read.
+    """What a parser makes of bytes; None of such as it cannot take apart, whatever it raises, or a file that it cannot
+    read.
 
     >>> decoded(int, "12"), decoded(int, "many")
     (12, None)

@@ -103,10 +103,12 @@ def test_a_thread_of_users_code_that_never_ends_does_not_keep_the_process_alive(
 
 
 WITH_AN_ENGINE = """
-import atexit, sys, threading
+import atexit
+from tailrace.generation.engine_thread.generator import Generator
+from tailrace.generation.engines.simulated import SimulatedEngine
 from tailrace.lifecycle.event_loop import force_exit_if_threads_hang
 atexit.register(print, "the interpreter exits")
-threading.Thread(target=threading.Event().wait, name="tailrace-engine", daemon=True).start()
+generator = Generator(SimulatedEngine)
 print("done")
 force_exit_if_threads_hang(3)
 """

@@ -50,15 +50,16 @@ async def test_several_generators_measure_what_one_does_in_this_process_and_leav
 
 async def test_an_evaluation_in_this_process_waits_for_its_engine_to_be_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine's thread that runs on would abort a command that ends with it."""
-    close = TorchEngine.close
+    close, closing = TorchEngine.close, list[threading.Thread]()
 
     def take_long(engine: TorchEngine) -> None:
+        closing.append(threading.current_thread())
         time.sleep(0.3)
         close(engine)
 
     monkeypatch.setattr(TorchEngine, "close", take_long)
     await rewards(*INLINE)
-    assert "tailrace-engine" not in [thread.name for thread in threading.enumerate()]
+    assert [thread.is_alive() for thread in closing] == [False]
 
 
 async def test_what_the_settings_say_of_the_trainer_changes_nothing() -> None:

@@ -69,13 +69,16 @@ def run_on_event_loop(work: Coroutine[Any, Any, ResultT]) -> ResultT:
 
 
 def force_exit_if_threads_hang(status: int, *, within_s: float = _EXIT_S) -> None:
-    """End the process with `status` if a thread that never returns would keep it alive; call it last.
+    """End the process with `status` if a thread that never returns would keep it alive, or abort it; call it last.
 
     A call in the loop's own threads is known to hang by now. Threads that users' code started have `within_s` to end
     while the interpreter exits, which waits for them. It does not for an engine's, and one that is in torch's code then
     aborts the process.
     """
-    if _stuck or any(thread.name in _OF_ENGINES for thread in threading.enumerate()):
+    of_engines = [thread.name for thread in threading.enumerate() if thread.name in _OF_ENGINES]
+    if of_engines:
+        _logger.warning("left behind at the end of the process: threads %s", ", ".join(of_engines))
+    if _stuck or of_engines:
         _exit_now(status)
     threading.Thread(target=_exit_later, args=(status, within_s), daemon=True).start()
 

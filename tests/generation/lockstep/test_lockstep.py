@@ -8,7 +8,6 @@ import signal
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
-from multiprocessing.synchronize import Event
 from pathlib import Path
 
 import numpy as np
@@ -62,7 +61,7 @@ def store_of(folder: str) -> dist.Store:
     return dist.FileStore(f"{folder}/ranks", 2)
 
 
-def other_rank(folder: str, fails: bool, may_end: Event) -> None:
+def other_rank(folder: str, fails: bool) -> None:
     torch.set_num_threads(1)
     joined = join(store_of(folder), 1)
     engine = FailingEngine(make_model(), slots=4) if fails else make_engine(make_model())
@@ -70,19 +69,16 @@ def other_rank(folder: str, fails: bool, may_end: Event) -> None:
         follow(engine, *joined)
     except EngineFailed as error:
         Path(folder, "error").write_text(f"{error} / {error.__cause__!r}")
-        may_end.wait(30)  # rank 0 hears of this error, and not of a rank that has ended
         raise SystemExit(3) from error
 
 
 @contextmanager
 def two_ranks(folder: Path, *, fails: bool = False) -> Iterator[tuple[BaseProcess, tuple[RankGroup, Lifeline]]]:
-    may_end = CONTEXT.Event()
-    process = CONTEXT.Process(target=other_rank, args=(str(folder), fails, may_end))
+    process = CONTEXT.Process(target=other_rank, args=(str(folder), fails))
     process.start()
     try:
         yield process, join(store_of(str(folder)), 0)
     finally:
-        may_end.set()
         process.join(30)
 
 

@@ -181,17 +181,6 @@ async def test_batches_that_wait_for_a_checkpoint_keep_no_file_open(kind: str, s
         assert run.sender.resume_after(0) == 39
 
 
-async def test_what_a_checkpoint_has_is_released_and_its_place_used_again(sockets: Path, tmp_path: Path) -> None:
-    async with ends("shared memory", sockets, tmp_path) as run:
-        for step in range(1, 41):
-            await run.sender.send(batch(step))
-            await run.train(step)
-            if step % 2 == 0:
-                run.sender.saved(step)
-        num_files = len(os.listdir(tmp_path))
-    assert num_files <= 16  # two ranks', of the few batches that were there at a time
-
-
 class WatchedAccounts(PayloadAccounts):
     """Those of payloads, of which there are none: told of each batch as it is released."""
 
@@ -202,6 +191,21 @@ class WatchedAccounts(PayloadAccounts):
     def let_go(self, batch: int) -> None:
         super().let_go(batch)
         self.let_go_of.append(batch)
+
+
+async def test_what_a_checkpoint_has_is_released_and_its_place_used_again(sockets: Path, tmp_path: Path) -> None:
+    async with ends("shared memory", sockets, tmp_path) as run:
+        run.sender.payloads = accounts = WatchedAccounts()
+        for step in range(1, 41):
+            await run.sender.send(batch(step))
+            await run.train(step)
+            if step % 2 == 0:
+                run.sender.saved(step)
+        while len(accounts.let_go_of) < 40:  # noqa: ASYNC110 - the last ones are acknowledged after they were saved
+            await asyncio.sleep(0.001)
+        await accounts.close()
+        num_files = len(os.listdir(tmp_path))
+    assert num_files <= 16  # two ranks', of the few batches that were there at a time
 
 
 async def test_what_a_checkpoint_has_is_released_one_batch_in_a_turn_of_the_loop(sockets: Path, tmp_path: Path) -> None:

@@ -255,7 +255,17 @@ class LockstepEngine(Engine):
 
 def follow(engine: Engine, group: RankGroup, lifeline: Lifeline) -> None:
     """Do what rank 0 does, on every other rank; returns when it closes. Raises `EngineFailed` when any rank fails."""
-    ranks = _Ranks(group)
+    try:
+        _obey(engine, _Ranks(group))
+    except EngineFailed:
+        lifeline.announce_end()  # rank 0 has this error, and must not hear first that a rank ended
+        raise
+    engine.close()
+    lifeline.part()
+
+
+def _obey(engine: Engine, ranks: _Ranks) -> None:
+    """Returns when rank 0 closes."""
     while True:
         order = ranks.receive()
         match order:
@@ -267,8 +277,6 @@ def follow(engine: Engine, group: RankGroup, lifeline: Lifeline) -> None:
             case _Reset(preempt_running=preempt):
                 _survive(ranks, partial(engine.reset_prefix_cache, preempt_running=preempt))
             case _Close():
-                engine.close()
-                lifeline.part()
                 return
 
 

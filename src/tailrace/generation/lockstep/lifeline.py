@@ -49,12 +49,16 @@ class Lifeline:
         if lost is not None:
             on_failure(lost)
 
-    def part(self) -> None:
-        """Leave in order: say so, and wait for the others to do the same."""
+    def announce_end(self) -> None:
+        """This rank ends, and the others know why, or are leaving, too."""
         word = torch.ones(1, dtype=torch.uint8)
         for other in self._others:
             with contextlib.suppress(RuntimeError):  # it is gone already
                 self._group.send([word], other, 0).wait()
+
+    def part(self) -> None:
+        """Leave in order: say so, and wait for the others to do the same."""
+        self.announce_end()
         for thread in self._threads:
             thread.join(_PARTING_S)
 

@@ -134,7 +134,7 @@ class RoleHandle(ABC):
         if self.is_running:
             self._terminate()
             if not await self._leaves(self._launcher.settings.terminate_s):
-                _logger.warning("the %s did not end when it was asked to, and is killed", self.spec.name)
+                _logger.warning("the %s did not end in time, and is killed", self.spec.name)
                 await self.kill()
             elif self.status not in _ORDERLY:
                 _logger.warning("the %s left when it was asked to, %s", self.spec.name, describe_exit(self.status or 0))
