@@ -93,3 +93,22 @@ def test_an_answer_that_no_client_got_is_kept_before_those_that_were_sent(render
         return kept[0] is missed, kept[1] is sent
 
     assert run_in_virtual_time(main()) == (True, False)
+
+
+def test_an_answer_that_is_still_waited_for_is_kept_before_those_that_were_missed(renderer: ChatRenderer) -> None:
+    async def main() -> bool:
+        session = session_of(renderer)
+        for number in range(8):
+            turn = session.turns.begin(session, at_once, asked(0, str(number)))
+            turn.join()
+            turn.leave()
+            await turn.changed()
+            await asyncio.sleep(0)
+        turn = session.turns.begin(session, at_once, asked(0, "latest"))
+        turn.join()
+        await turn.changed()
+        await asyncio.sleep(0)
+        turn.leave()
+        return session.turns.retried(asked(1, "latest")) is turn
+
+    assert run_in_virtual_time(main())

@@ -224,7 +224,7 @@ class Turns:
         """It has ended, and may be asked for again for a while: the longest where nobody got its answer."""
         self._over.append(turn)
         if len(self._over) > _REMEMBERED:
-            useless = (one for one in self._over if not one.is_missed or not one.is_worth_joining)
+            useless = (one for one in self._over if one.is_delivered or not one.is_worth_joining)
             forgotten = next(useless, self._over[0])
             self._over.remove(forgotten)
             del self._retriable[forgotten]
