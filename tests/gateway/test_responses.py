@@ -98,7 +98,7 @@ async def test_results_may_stand_between_the_calls_of_one_reply(hermes: ChatRend
 async def test_a_call_is_of_its_own_reply_and_not_of_a_message_before_it(hermes: ChatRenderer) -> None:
     """Whatever tells them apart: the id of an earlier answer, or that the message stands for the conversation."""
     calls = CALLS.removeprefix("Sums.")
-    async with served(hermes, ["I add.", calls, "7", calls, "7"]) as talk, client_of(talk) as client:
+    async with served(hermes, ["I add.", calls, "7", calls, "7", CALLS, "7"]) as talk, client_of(talk) as client:
         asked: dict[str, Any] = {"model": "any", "tools": [ADD]}
         question: Any = {"role": "user", "content": "1 + 2, 3 + 4?"}
         first = await client.responses.create(input=[question], **asked)
@@ -112,7 +112,12 @@ async def test_a_call_is_of_its_own_reply_and_not_of_a_message_before_it(hermes:
                     if item.type == "function_call"
                 )
             assert response.output_text == "7"
-    assert [len(branch.completion_spans) for branch in talk.rollout.branches] == [3, 2]
+        task: Any = {"role": "system", "content": "Add 1 to 2, and 3 to 4."}
+        _, *own_calls = (await client.responses.create(input=[task], **asked)).output
+        results = [{"type": "function_call_output", "call_id": call.call_id, "output": "3"} for call in own_calls]
+        items = [task, {"role": "assistant", "content": "Sums."}, *own_calls, *results]
+        assert (await client.responses.create(input=items, **asked)).output_text == "7"
+    assert [len(branch.completion_spans) for branch in talk.rollout.branches] == [3, 2, 2]
     talk.assert_recorded_as_sampled()
 
 

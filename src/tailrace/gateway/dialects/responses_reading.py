@@ -230,7 +230,7 @@ def _is_of_another(item: Mapping[str, Json], call_id: str, earlier: Sequence[Mes
     """Whether an item is an assistant's message, and none of the policy's reply that makes the call behind it.
 
     It is another answer's by its id. Without one it may be what a client wrote in place of the conversation so far, as
-    the Agents SDK does where an agent hands over to another: text before which nobody has asked for anything.
+    the Agents SDK does where an agent hands over to another: text before which nobody else has said anything.
     """
     item_id, answer = item.get("id"), answer_of(call_id)
     if item.get("role") != "assistant" or answer is None:
@@ -238,7 +238,7 @@ def _is_of_another(item: Mapping[str, Json], call_id: str, earlier: Sequence[Mes
     if isinstance(item_id, str):
         own = _OWN_MESSAGE.fullmatch(item_id)
         return own is not None and not own[1].startswith(answer)
-    return isinstance(item["content"], str) and all(message["role"] in ("system", "assistant") for message in earlier)
+    return isinstance(item["content"], str) and all(message["role"] == "assistant" for message in earlier)
 
 
 def _open_reply(messages: list[Message]) -> Message:
