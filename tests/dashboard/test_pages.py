@@ -197,6 +197,14 @@ def test_a_bar_s_range_has_no_reward_of_its_neighbour_s(site: tuple[str, Path], 
         assert all(count == passing for count, passing in kept), rewards
 
 
+def test_a_bar_s_range_is_that_of_the_bar_also_in_the_next_step(site: tuple[str, Path], page: Watched) -> None:
+    page.open(site[0])
+    ask = """rewards => import('./grouping.js').then(({ histogram }) =>
+      histogram(rewards.map((reward) => ({ reward }))).parts.filter(({ count }) => count).map(({ range }) => range))"""
+    assert page.page.evaluate(ask, [0.64]) == page.page.evaluate(ask, [0.65]) == ["0.625..0.6667"]
+    assert page.page.evaluate(ask, [2 / 3]) == ["0.66..0.67"]  # its bar begins there, in four digits above it
+
+
 def test_a_text_is_searched_anew_where_another_filter_is_widened(site: tuple[str, Path], page: Watched) -> None:
     page.open(f"{site[0]}#/run/a/groups?step=4&reward=0.9..&text=piper")
     cells = "document.querySelectorAll('.cell:not(.dim)').length"

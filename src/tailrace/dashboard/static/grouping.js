@@ -61,13 +61,19 @@ export const SORTS = {
   change: ["what changed most", (a, b) => Math.abs(b.change ?? 0) - Math.abs(a.change ?? 0) || (b.change === null ? -1 : 0) - (a.change === null ? -1 : 0)],
 };
 
-/** Rewards in `bins` equal parts, from the lowest to the highest: `{ count, range }` of each, as `passes` takes ranges. */
+/** Rewards in `bins` equal parts, from the lowest to the highest: `{ count, range }` of each, as `passes` takes ranges.
+ *
+ * A range is that of the part, so that it fits the next step's rewards too, unless a reward is so near to its edges that it would be on the wrong side.
+ */
 export function histogram(rollouts, bins = 24) {
   const rewards = rollouts.map((rollout) => rollout.reward).filter(isNumber);
   const low = Math.min(0, ...rewards), high = Math.max(1, ...rewards);
   const parts = Array.from({ length: bins }, () => []), width = (high - low) / bins;
   for (const reward of rewards) parts[Math.min(bins - 1, Math.floor(((reward - low) / (high - low)) * bins))].push(reward);
-  const rangeOf = (part, i) => (part.length ? rangeAround(part, rewards) : `${short(low + i * width)}..${short(low + (i + 1) * width)}`);
+  const rangeOf = (part, i) => {
+    const from = short(low + i * width), until = short(low + (i + 1) * width);
+    return keeps(Number(from), Number(until), part, rewards) ? `${from}..${until}` : rangeAround(part, rewards);
+  };
   return { low, high, parts: parts.map((part, i) => ({ count: part.length, range: rangeOf(part, i) })) };
 }
 
@@ -76,7 +82,13 @@ function rangeAround(part, rewards) {
   const low = Math.min(...part), high = Math.max(...part);
   for (let unit = 100; unit <= 1e6; unit *= 10) {
     const from = Math.floor(low * unit) / unit, until = Math.ceil(high * unit) / unit;
-    if (from <= low && until >= high && rewards.filter((reward) => reward >= from && reward <= until).length === part.length) return `${from}..${until}`;
+    if (keeps(from, until, part, rewards)) return `${from}..${until}`;
   }
   return `${low}..${high}`;
+}
+
+/** Whether the rewards in a range are those of a part, where it has any. */
+function keeps(from, until, part, rewards) {
+  const isWithin = (reward) => reward >= from && reward <= until;
+  return !part.length || (part.every(isWithin) && rewards.filter(isWithin).length === part.length);
 }
