@@ -69,8 +69,9 @@ async def test_what_openais_client_is_told_is_what_was_sampled_and_recorded(rend
     talk.assert_recorded_as_sampled()
 
 
-async def test_what_follows_a_reply_is_a_further_one(renderer: ChatRenderer) -> None:
-    async with served(renderer, ["Ada", "Bob"]) as talk, client_of(talk) as client:
+@pytest.mark.parametrize("model", ["chatml", "qwen3"])
+async def test_what_follows_a_reply_is_a_further_one(renderer_of: Callable[[str], ChatRenderer], model: str) -> None:
+    async with served(renderer_of(model), ["Ada", "Bob"]) as talk, client_of(talk) as client:
         messages: list[Any] = [user("who?")]
         first = await client.chat.completions.create(model="any", messages=messages)
         messages.append(first.choices[0].message)

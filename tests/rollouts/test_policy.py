@@ -108,8 +108,11 @@ async def test_a_reply_handed_back_in_another_form_is_realigned(renderer: ChatRe
     assert talk.rollout.metrics["realigned_turns"] == 1
 
 
-async def test_what_follows_a_reply_may_be_a_further_one_on_its_branch(renderer: ChatRenderer) -> None:
-    talk = Talk(renderer, ["Ada", "Bob"])
+@pytest.mark.parametrize("model", ["chatml", "hermes", "qwen3"])
+async def test_what_follows_a_reply_may_be_a_further_one_on_its_branch(
+    renderer_of: Callable[[str], ChatRenderer], model: str
+) -> None:
+    talk = Talk(renderer_of(model), ["Ada", "Bob"])
     reply = await talk.policy.chat([user("a")])
     await talk.policy.chat([user("a"), reply.message])
     assert talk.prompt(1) == talk.prompt(0) + "Ada<|im_end|>\n<|im_start|>assistant\n"

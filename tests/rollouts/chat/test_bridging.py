@@ -95,6 +95,46 @@ def test_a_reply_cut_for_length_is_closed_by_the_context(
     np.testing.assert_array_equal(cut.calls[1].prompt_token_ids, whole.calls[1].prompt_token_ids)
 
 
+def further(renderer: ChatRenderer, reply: Sampled) -> tuple[Rollout, list[int]]:
+    """A reply and a further one after it: the tokens that the second prompt has behind those of the first."""
+    generate = ScriptedGenerate(renderer.tokenizer, [reply])
+    played = rollout()
+    policy = RolloutPolicy(played, renderer=renderer, generate=generate, max_turns=2)
+
+    async def talk() -> None:
+        question: Message = {"role": "user", "content": "who?"}
+        await policy.chat([question, (await policy.chat([question])).message])
+
+    asyncio.run(talk())
+    first, second = (call.prompt_token_ids.tolist() for call in generate.calls)
+    return played, second[len(first) :]
+
+
+@pytest.mark.parametrize("reason", [FinishReason.STOP, FinishReason.LENGTH])
+@pytest.mark.parametrize("text", ["Ada", "<think>\nhm\n</think>\n\nAda", "<tool_call>\nAda"])
+@pytest.mark.parametrize("model", MODELS)
+def test_between_a_reply_and_a_further_one_stands_what_a_whole_rendering_has_there(
+    renderer_of: Callable[[str], ChatRenderer], model: str, text: str, reason: FinishReason
+) -> None:
+    renderer = renderer_of(model)
+    sampled = renderer.tokenizer.encode(text)
+    played, added = further(renderer, Sampled(sampled, reason))
+    whole = renderer.render([{"role": "user", "content": "who?"}, {"role": "assistant", "content": "Ada"}]).tolist()
+    assert len(played.branches) == 1
+    assert added[: len(sampled)] == sampled
+    assert added[len(sampled)] in renderer.stop_token_ids
+    assert whole[-len(added[len(sampled) :]) :] == added[len(sampled) :]
+
+
+@pytest.mark.parametrize("text", ["<think>\nhm", "<think>\nhm<|im_end|>", "Ada<|endoftext|>"])
+def test_a_further_reply_of_a_family_begins_a_branch_where_the_one_before_is_not_closed_as_its_template_does(
+    renderer_of: Callable[[str], ChatRenderer], text: str
+) -> None:
+    renderer = renderer_of("qwen3")
+    played, _ = further(renderer, Sampled(renderer.tokenizer.encode(text), FinishReason.LENGTH))
+    assert len(played.branches) == 2
+
+
 def test_a_reply_that_holds_the_sentinel_is_not_split_in_the_wrong_place(renderer: ChatRenderer) -> None:
     text = "\u2042sentinel-reply\u2042"
     reply = Sampled(renderer.tokenizer.encode("fine"))

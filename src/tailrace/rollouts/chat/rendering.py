@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
+from itertools import takewhile
 from pathlib import Path
 from typing import Literal, Protocol, cast
 
@@ -53,7 +54,7 @@ class Renderer(Protocol):
         new_messages: Sequence[Message],
         tools: Sequence[ToolSpec] | None = None,
     ) -> Int32Array | None:
-        """What `new_messages` add after a reply: the tokens to append to `token_ids`.
+        """What `new_messages` add after a reply: the tokens to append to `token_ids`. Without any, for a further reply.
 
         `token_ids` [num_tokens] end with the sampled reply, which starts at `reply_start` and is the last message of
         `history`. None where the extension cannot be proved; then render the whole conversation as a new branch.
@@ -213,14 +214,38 @@ class ChatRenderer(Renderer):
         new_messages: Sequence[Message],
         tools: Sequence[ToolSpec] | None = None,
     ) -> Int32Array | None:
-        if self._family is not None:
-            before = token_ids.tolist()
-            prompt, completion = before[:reply_start], before[reply_start:]
+        before: list[int] = token_ids.tolist()
+        prompt, completion = before[:reply_start], before[reply_start:]
+        if self._family is None:
+            is_closed = bool(completion) and completion[-1] in self.stop_token_ids
+            added = self._template.bridge(history, new_messages, _envelopes(tools), reply_is_closed=is_closed)
+        elif new_messages:
             added = self._family.bridge(prompt, completion, history, new_messages, _envelopes(tools))
         else:
-            is_closed = len(token_ids) > reply_start and int(token_ids[-1]) in self.stop_token_ids
-            added = self._template.bridge(history, new_messages, _envelopes(tools), reply_is_closed=is_closed)
+            added = self._between_replies(completion, history, tools)
         return None if added is None else as_token_ids(added)
+
+    def _between_replies(
+        self, completion: list[int], history: Sequence[Message], tools: Sequence[ToolSpec] | None
+    ) -> list[int] | None:
+        """What a family puts between a reply and a further one, which its renderer bridges to new messages only.
+
+        It is what two conversations have in common at their end that differ in this reply alone. None for a reply of
+        reasoning alone, which may not have been closed, and one with another stop token than it is closed with.
+        """
+        if self.source.thinking_retention != "all" or not history[-1].get("content"):
+            return None
+        one, other = (
+            reversed(self._render([*history[:-1], {"role": "assistant", "content": said}], tools).tolist())
+            for said in "01"
+        )
+        alike = takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
+        added = [token for token, _ in alike][::-1]
+        if not added or added[0] not in self.stop_token_ids:
+            return None
+        if completion[-1] not in self.stop_token_ids:
+            return added
+        return added[1:] if completion[-1] == added[0] else None
 
     @override
     def parse(
