@@ -1,7 +1,7 @@
 """An environment of verifiers, as it is: reasoning-gym's sums of two numbers of one digit, scored by its rubric.
 
     pip install "tailrace[verifiers,reasoning-gym]"
-    tailrace train smollm2-arithmetic --environment.name examples.verifiers_gym:chain_sums
+    tailrace train smollm2-arithmetic --environment.name examples.verifiers_gym:chain_sums --rollouts.temperature 0.7
 
 Run it from the folder above this one. What a package offers by its id needs no such file: it is the environment
 `verifiers` with that id for `args.id`.
