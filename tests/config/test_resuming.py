@@ -403,7 +403,7 @@ def test_what_is_allowed_is_recorded_and_what_was_there_is_kept(file: Path) -> N
     assert "max_steps = 120" in (folder / "superseded" / "config_2.toml").read_text()
     assert resumed(file) == {}
     assert load_settings(str(file), ["--resume"], file.parent).max_steps == 180
-    with pytest.raises(SettingsError):  # it was allowed once
+    with pytest.raises(SettingsError, match="max_steps = 200 in place of 180"):  # it was allowed once
         start(file, "--resume", "--max_steps", "200")
 
 

@@ -226,10 +226,11 @@ def test_a_library_is_compiled_once_and_a_compiler_that_fails_is_told(tmp_path: 
     assert library.stat().st_mtime_ns == written
     assert list(tmp_path.iterdir()) == [library]
     broken = tmp_path / "broken"
-    broken.write_text("#!/bin/sh\nexit 1\n")
+    broken.write_text("#!/bin/sh\necho no such flag >&2\nexit 1\n")
     broken.chmod(0o755)
-    with pytest.raises(subprocess.SubprocessError):
+    with pytest.raises(subprocess.CalledProcessError) as failed:
         compiled(str(broken), tmp_path)
+    assert failed.value.stderr == "no such flag\n"
 
 
 def test_without_a_compiler_there_are_no_kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -231,22 +232,22 @@ def reply_of(chunks: tuple[PayloadChunk, ...], announced: int = 0) -> Completion
 
 
 @pytest.mark.parametrize(
-    ("ref", "announced", "frames"),
+    ("ref", "announced", "frames", "why"),
     [
-        (PayloadRef("memory:1", "uint8", (2, 2, 2)), 1, [bytes(7)]),
-        (PayloadRef("memory:1", "object", (2, 2, 2)), 1, [bytes(64)]),
-        (PayloadRef("memory:1", "uint8", (-2, -2, 2)), 1, [bytes(8)]),
-        (PayloadRef("memory:1", "uint8", (2**40, 2**40, 2**40)), 1, [bytes(8)]),
-        (None, 1, [bytes(8)]),
-        (PayloadRef("memory:1", "uint8", (2, 2, 2)), 2, [bytes(8)]),
-        (PayloadRef("memory:1", "uint8", (2, 2, 2)), -1, [bytes(8)]),
+        (PayloadRef("memory:1", "uint8", (2, 2, 2)), 1, [bytes(7)], "routed experts of 7 bytes came for "),
+        (PayloadRef("memory:1", "object", (2, 2, 2)), 1, [bytes(64)], r"said to be 'object' of shape \[2, 2, 2\]"),
+        (PayloadRef("memory:1", "uint8", (-2, -2, 2)), 1, [bytes(8)], r"of shape \[-2, -2, 2\]: no array is"),
+        (PayloadRef("memory:1", "uint8", (2**40, 2**40, 2**40)), 1, [bytes(8)], "routed experts of 8 bytes came for "),
+        (None, 1, [bytes(8)], "routed experts of 8 bytes came for None"),
+        (PayloadRef("memory:1", "uint8", (2, 2, 2)), 2, [bytes(8)], "announced 2; 1 came"),
+        (PayloadRef("memory:1", "uint8", (2, 2, 2)), -1, [bytes(8)], "announced -1; 1 came"),
     ],
 )
 def test_payloads_that_are_not_what_was_announced_are_corrupt(
-    ref: PayloadRef | None, announced: int, frames: list[bytes]
+    ref: PayloadRef | None, announced: int, frames: list[bytes], why: str
 ) -> None:
     chunks = (PayloadChunk(0, 2, ref),)
-    with pytest.raises(CorruptData):
+    with pytest.raises(CorruptData, match=why):
         unpack_payloads(reply_of(chunks, announced), frames)
 
 
@@ -263,7 +264,7 @@ def test_payloads_that_are_not_what_was_announced_are_corrupt(
     ],
 )
 def test_a_chunk_beyond_its_payload_is_corrupt(chunk: PayloadChunk) -> None:
-    with pytest.raises(CorruptData):
+    with pytest.raises(CorruptData, match=re.escape(f"{chunk} is not within its payload")):
         unpack_replies(encode(reply_of((chunk,))))
 
 

@@ -43,12 +43,14 @@ def test_no_request_ever_goes_to_an_overloaded_replica(
 
 
 @given(st.lists(st.floats(0, 0.1), min_size=2, max_size=6), st.lists(st.floats(0, 0.1), min_size=2, max_size=6))
-def test_a_session_stays_where_it_is_while_nothing_is_overloaded(first: list[float], later: list[float]) -> None:
+def test_a_session_and_its_group_stay_where_they_are_while_nothing_is_overloaded(
+    first: list[float], later: list[float]
+) -> None:
     count = min(len(first), len(later))
     policy = Sticky(slack=0.1)
     home = policy.choose("session", "group", first[:count])
     assert policy.choose("session", "another group", later[:count]) == home
-    assert policy.choose("another session", "group", later[:count]) is not None
+    assert policy.choose("another session", "group", later[:count]) == home
 
 
 def test_a_group_follows_its_first_session_and_an_overloaded_home_is_left_for_good() -> None:

@@ -309,7 +309,8 @@ socket = zmq.Context.instance().socket(zmq.ROUTER)
 socket.bind(sys.argv[1])
 socket.recv_multipart()
 print("got it", flush=True)
-socket.recv_multipart()
+while True:
+    socket.recv_multipart()
 """
 
 
@@ -401,8 +402,13 @@ async def test_a_server_that_is_alive_and_stuck_fails_outstanding_calls_by_the_d
     process = subprocess.Popen(  # noqa: ASYNC220
         [sys.executable, "-c", textwrap.dedent(SILENT_SERVER), address], stdout=subprocess.PIPE
     )
+    assert process.stdout is not None
+    first = zmq.asyncio.Context.instance().socket(zmq.DEALER)
+    first.connect(address)
     client = GeneratorClient(address, name="generator 0", progress_deadline_s=0.2)
     try:
+        await first.send(b"are you there?")
+        assert await asyncio.wait_for(asyncio.to_thread(process.stdout.readline), 60) == b"got it\n"
         with pytest.raises(EngineFailed, match=r"generator 0 is stuck: no progress for 0\.2 s"):
             await asyncio.wait_for(ask(client, "r", [1]), 20)
         with pytest.raises(EngineFailed, match="generator 0 is stuck"):
@@ -410,8 +416,8 @@ async def test_a_server_that_is_alive_and_stuck_fails_outstanding_calls_by_the_d
     finally:
         process.kill()
         process.wait()
-        assert process.stdout is not None
         process.stdout.close()
+        first.close(linger=0)
         await client.leave()
         (folder / "generator").unlink(missing_ok=True)
         folder.rmdir()

@@ -8,6 +8,7 @@ import math
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import msgspec
@@ -111,19 +112,22 @@ def test_one_whose_process_dies_is_told_of_once(tmp_path: Path, caplog: pytest.L
 def test_one_that_hangs_drops_records_and_is_killed_at_the_deadline(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    sent = 20_000
+    sent, pid = 20_000, tmp_path / "trackers/Hanging/pid"
 
     def story(hub: Trackers, writer: BackgroundWriter) -> None:
         for _ in range(sent):  # more than pipe and queue hold
             hub.logged(LINES[0])
+        deadline_s = time.monotonic() + PATIENCE_S
+        while not (pid.is_file() and pid.read_text()):
+            assert time.monotonic() < deadline_s
+            time.sleep(0.01)
 
     hub = tell(tmp_path, f"{OWN}:Hanging", story=story, close_s=0.5, queue_records=4)
     assert 0 < hub.metrics()["tracker/Hanging/dropped_records"] < sent
     (warning,) = warnings(caplog)
     assert "it is slower than this run: records are dropped" in warning
-    pid = tmp_path / "trackers/Hanging/pid"
     with pytest.raises(ProcessLookupError):
-        os.kill(int(pid.read_text()) if pid.is_file() else 2**22 + 1, 0)
+        os.kill(int(pid.read_text()), 0)
 
 
 def test_what_it_prints_goes_into_a_log_of_bounded_size_and_is_no_answer(

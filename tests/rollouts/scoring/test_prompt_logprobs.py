@@ -62,25 +62,31 @@ async def test_others_have_their_turn_while_a_long_answer_is_read() -> None:
     assert turns >= len(answer) // (80 << 10)
 
 
+NOT_ITS_OWN = "a token has no log-probability of its own"
+
+
 @pytest.mark.parametrize(
-    "answer",
+    ("answer", "why"),
     [
-        b"",
-        b"{}",
-        b'{"choices": []}',
-        b'{"choices": [{"prompt_logprobs": null}]}',
-        b'{"choices": [{"prompt_logprobs": [null, {"x": {"logprob": 0}}, null]}]}',
-        answer_of([1, 2, 3])[:-3],
-        answer_of([1, 2]),
-        answer_of([1, 2, 3, 4]),
-        answer_of([1, 5, 3]),
-        answer_of([1, 2, 3]).replace(b"null, ", b""),
-        answer_of([1, 2, 3]).replace(b'"3": {', b'"3": {"logprob": null, "other": {').replace(b"}}]", b"}}}]"),
+        (b"", "truncated"),
+        (b"{}", "missing required field `choices`"),
+        (b'{"choices": []}', "no choice"),
+        (b'{"choices": [{"prompt_logprobs": null}]}', "0 log-probabilities for 3 tokens"),
+        (b'{"choices": [{"prompt_logprobs": [null, {"x": {"logprob": 0}}, null]}]}', "Expected `int`, got `str`"),
+        (answer_of([1, 2, 3])[:-3], "truncated"),
+        (answer_of([1, 2]), "2 log-probabilities for 3 tokens"),
+        (answer_of([1, 2, 3, 4]), "4 log-probabilities for 3 tokens"),
+        (answer_of([1, 5, 3]), NOT_ITS_OWN),
+        (answer_of([1, 2, 3]).replace(b"null, ", b""), NOT_ITS_OWN),
+        (
+            answer_of([1, 2, 3]).replace(b'"3": {', b'"3": {"logprob": null, "other": {').replace(b"}}]", b"}}}]"),
+            "Expected `float`, got `null`",
+        ),
     ],
 )
 @pytest.mark.parametrize("piece_bytes", [1, 1 << 20])
-async def test_anything_else_is_refused(answer: bytes, piece_bytes: int) -> None:
+async def test_anything_else_is_refused(answer: bytes, why: str, piece_bytes: int) -> None:
     import msgspec
 
-    with pytest.raises((ValueError, msgspec.MsgspecError)):
+    with pytest.raises((ValueError, msgspec.MsgspecError), match=why):
         await read_prompt_logprobs(answer, as_token_ids([1, 2, 3]), top_k=0, vocabulary=99, piece_bytes=piece_bytes)

@@ -138,16 +138,16 @@ def test_a_record_of_all_layers_is_read_at_those_with_experts() -> None:
 
 
 @pytest.mark.parametrize(
-    "record",
+    ("record", "why"),
     [
-        torch.zeros(4, 3, 2, dtype=torch.int64),
-        torch.zeros(4, 3, 1, dtype=torch.uint8),
-        torch.zeros(4, 2, 2, dtype=torch.uint8),
-        torch.zeros(4, 6, dtype=torch.uint8),
+        (torch.zeros(4, 3, 2, dtype=torch.int64), r"torch\.int64 \[4, 3, 2\]; expected uint8"),
+        (torch.zeros(4, 3, 1, dtype=torch.uint8), r"torch\.uint8 \[4, 3, 1\]; expected uint8"),
+        (torch.zeros(4, 2, 2, dtype=torch.uint8), "experts of 2 layers were recorded, and the model has 3 with"),
+        (torch.zeros(4, 6, dtype=torch.uint8), r"torch\.uint8 \[4, 6\]; expected uint8"),
     ],
 )
-def test_a_record_of_another_shape_is_refused(record: torch.Tensor) -> None:
-    with pytest.raises(TrainingError), RouterReplay(expert_model("mixtral")).using(record):
+def test_a_record_of_another_shape_is_refused(record: torch.Tensor, why: str) -> None:
+    with pytest.raises(TrainingError, match=why), RouterReplay(expert_model("mixtral")).using(record):
         pass
 
 
