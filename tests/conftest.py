@@ -32,6 +32,12 @@ for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
+# Who is started with these is one of several processes, or asks a proxy for what is on this very machine.
+_RANK = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+for _name in [*os.environ]:
+    if _name in _RANK or _name.startswith(("SLURM_", "TORCHELASTIC_")) or _name.lower().endswith("_proxy"):
+        del os.environ[_name]
+
 # No test asks a model hub: without a network each question is asked again for 23 s.
 os.environ["HF_HUB_OFFLINE"] = "1"
 

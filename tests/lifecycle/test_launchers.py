@@ -141,13 +141,15 @@ async def test_no_role_outlives_its_launcher(launcher: Launcher, tmp_path: Path)
 class LingeringHandle(ThreadHandle):
     """One that hears of no wish, and whose memory the system frees for a while once it is killed."""
 
+    lingers_s: ClassVar[float] = 0.3
+
     @override
     def _terminate(self) -> None:
         """It does not hear."""
 
     @override
     def _kill(self) -> None:
-        asyncio.get_running_loop().call_later(0.3, super()._terminate)
+        asyncio.get_running_loop().call_later(self.lingers_s, super()._terminate)
 
 
 class HeldHandle(LingeringHandle):
@@ -173,7 +175,7 @@ async def test_a_killed_role_may_take_longer_to_be_gone_than_one_that_is_asked(t
 async def test_a_role_that_the_system_holds_is_told_of_and_the_others_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(base, "KILLED_WITHIN_S", 0.6)
+    monkeypatch.setattr(base, "KILLED_WITHIN_S", 3.0)
     async with LingeringLauncher("epoch", tmp_path / "logs", ShutdownSettings(terminate_s=0.01)) as launcher:
         roles = [launcher.start(spec("wait_for_stop", tmp_path, name)) for name in ("other", "held")]
         for role in roles:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.lifecycle.test_launchers import PATIENCE_S, LingeringLauncher, spec
+from tests.lifecycle.test_launchers import PATIENCE_S, LingeringHandle, LingeringLauncher, spec
 from typing_extensions import override
 
 from tailrace.config.shutdown import ShutdownSettings
@@ -18,8 +18,9 @@ from tailrace.lifecycle.launchers.ray import RayLauncher
 from tailrace.lifecycle.ray_host import HostOrder, RoleHost
 from tailrace.lifecycle.roles import Role
 
-ANSWERS_WITHIN_S = 0.1
-"""Less than a role lingers that was killed."""
+ANSWERS_WITHIN_S = 1.0
+LINGERS_S = 1.5
+"""A role that was killed does: for longer than its actor may take to answer."""
 
 
 class Host(RoleHost):
@@ -85,7 +86,8 @@ class HereLauncher(RayLauncher):
 @pytest.fixture(autouse=True)
 def brief(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray, "_KILL_S", ANSWERS_WITHIN_S)
-    monkeypatch.setattr(base, "KILLED_WITHIN_S", 0.6)
+    monkeypatch.setattr(base, "KILLED_WITHIN_S", 3.0)
+    monkeypatch.setattr(LingeringHandle, "lingers_s", LINGERS_S)
 
 
 async def test_a_role_that_takes_long_to_be_gone_is_waited_for_while_its_actor_answers(tmp_path: Path) -> None:

@@ -270,16 +270,17 @@ async def test_hours_in_which_a_process_was_suspended_are_none_without_progress(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(live, "_REFRESHES_PER_S", 100.0)
-    looks = itertools.count()
+    looks, has_looked_again = itertools.count(), asyncio.Event()
 
     def view() -> RunView:
         number = next(looks)
         asleep_s = 4 * 3600.0 if number > 3 else 0.0
+        if number > 6:
+            has_looked_again.set()
         return RunView(name="demo", waiting_for="8 rollouts to finish", elapsed_s=number / 100 + asleep_s)
 
-    async with LiveView(view, terminal=False, no_progress_s=60.0):
-        await asyncio.sleep(0.2)
-    assert next(looks) > 5
+    async with asyncio.timeout(60), LiveView(view, terminal=False, no_progress_s=60.0):
+        await has_looked_again.wait()
     assert [record.message for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 

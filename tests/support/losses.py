@@ -68,6 +68,13 @@ def leaving(logprobs: Tensor, entropy: Tensor, tokens: LossTokens) -> tuple[Tens
     return ClippedRatio(ClippedRatioSettings())(logprobs, entropy, tokens)
 
 
+def dying(logprobs: Tensor, entropy: Tensor, tokens: LossTokens) -> tuple[Tensor, Tensor]:
+    """The process is killed in the middle of some step."""
+    if next(_calls) >= 4 and _is_first():
+        os.kill(os.getpid(), signal.SIGKILL)
+    return ClippedRatio(ClippedRatioSettings())(logprobs, entropy, tokens)
+
+
 def dying_in_a_save(logprobs: Tensor, entropy: Tensor, tokens: LossTokens) -> tuple[Tensor, Tensor]:
     """The process is killed while it writes a checkpoint, of which some lies there."""
     from tailrace.training.checkpoints.files import StagedCheckpoint

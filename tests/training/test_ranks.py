@@ -47,7 +47,10 @@ pytestmark = pytest.mark.xdist_group("trainer ranks")
 
 LENGTHS, ROWS = (9, 14, 5, 12, 30, 4), (2, 1, 3)
 STEPS = 3
-DEADLINE_S = 2.0
+DEADLINE_S = 5.0
+"""Of an exchange, and of ranks that meet and load, which a busy machine takes its time for."""
+BRIEF_S = 3.0
+"""The same, where something takes longer."""
 
 
 def make_trainer(model_folder: Path, ranks: Ranks = ALONE, lora_rank: int | None = None) -> Trainer:
@@ -183,7 +186,7 @@ AS_ASKED: dict[str, Callable[[JoinedRanks], None]] = {
     ("how", "why"),
     [
         ("dies", "rank 1 of the trainer died or stopped"),
-        ("stops", r"rank 1 of the trainer died or stopped; .* within 2 s \(trainer.collective_timeout_s\)"),
+        ("stops", r"rank 1 of the trainer died or stopped; .* within 5 s \(trainer.collective_timeout_s\)"),
         ("fails", "rank 1 of the trainer failed: MemoryError: no memory is left"),
     ],
 )
@@ -224,7 +227,7 @@ def restore_slowly(ranks: JoinedRanks, model_folder: Path, written: Path) -> int
     """Rank 0, which reads every byte, takes longer for that than any other exchange may last."""
 
     def verify_slowly(path: Path) -> Manifest:
-        time.sleep(DEADLINE_S + 1)
+        time.sleep(BRIEF_S + 1)
         return verify_checkpoint(path)
 
     pytest.MonkeyPatch().setattr(files, "verify_checkpoint", verify_slowly)
@@ -239,7 +242,7 @@ def test_ranks_wait_for_a_checkpoint_to_be_read_for_longer_than_for_an_exchange(
     alone = make_trainer(model_folder)
     train(alone, range(1, 2))
     written = alone.save_checkpoint(tmp_path / "checkpoints")
-    found = run_ranks(restore_slowly, 2, tmp_path / "ranks", model_folder, written, deadline_s=DEADLINE_S)
+    found = run_ranks(restore_slowly, 2, tmp_path / "ranks", model_folder, written, deadline_s=BRIEF_S)
     assert found == [1, 1]
 
 
@@ -286,7 +289,7 @@ class SlowWeight(PlainWeight):
 
     def whole(self, dtype: torch.dtype | None = None) -> Tensor:
         found = super().whole(dtype)
-        time.sleep(DEADLINE_S + 1)
+        time.sleep(BRIEF_S + 1)
         return found
 
 
@@ -313,7 +316,7 @@ def test_ranks_wait_for_weights_to_be_copied_for_a_checkpoint_for_longer_than_fo
     model_folder: Path, tmp_path: Path, slow: int, ahead_bytes: int
 ) -> None:
     asked = model_folder, tmp_path / "checkpoints", slow, ahead_bytes
-    written, _ = run_ranks(copy_slowly, 2, tmp_path / "ranks", *asked, deadline_s=DEADLINE_S)
+    written, _ = run_ranks(copy_slowly, 2, tmp_path / "ranks", *asked, deadline_s=BRIEF_S)
     assert verify_checkpoint(written).step == 1
 
 

@@ -427,7 +427,7 @@ async def test_a_start_goes_on_while_somebody_waits_for_it(tmp_path: Path) -> No
 
 
 async def test_a_call_without_an_answer_costs_its_own_rollout_and_none_that_shares_the_server() -> None:
-    server = small("hangs-at-times", shared=True, call_timeout_s=0.5)
+    server = small("hangs-at-times", shared=True, call_timeout_s=3)
     async with server.tools() as tools:
         with pytest.raises(EnvironmentFailed, match="did not answer"):
             await ask(server, calls("shout", {"word": "hang"}), "Done.")

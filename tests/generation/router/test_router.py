@@ -209,7 +209,7 @@ async def test_a_replica_joins_with_the_current_version_and_takes_nothing_before
 
 async def test_a_replica_starved_of_weights_takes_no_new_requests_and_is_given_up_by_its_deadline(model) -> None:
     store = MemoryModelStateDictStore()
-    async with world(max_staleness=2, starved_deadline_s=0.3, loading_share=1.0) as here:
+    async with world(max_staleness=2, starved_deadline_s=2.0, loading_share=1.0) as here:
         failing, quick = [await here.join(name, Replica(model, store)) for name in "ab"]
         await here.publish(store.publish(model.state_dict(), 0))
         failing.can_load = False

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import pytest
 
-from tests.rollouts.agent_workers.played import processes, sockets
+from tests.rollouts.agent_workers.played import GONE_S, processes, sockets
 
 
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
     processes_before, sockets_before = processes(), sockets()
     yield
-    assert processes() <= processes_before
-    assert sockets() <= sockets_before
+    deadline_s = time.monotonic() + GONE_S
+    while (left := (processes() - processes_before, sockets() - sockets_before)) != (set(), set()):
+        assert time.monotonic() < deadline_s, left
+        time.sleep(0.01)

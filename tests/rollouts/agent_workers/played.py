@@ -27,9 +27,12 @@ from tailrace.records import (
 )
 from tailrace.rollouts import ChatRenderer, Endpoints, LoadedEnvironment, Rollouter, RolloutSettings
 from tailrace.rollouts.agent_workers import AgentWorkers, WorkerPlace, WorkerWatch
+from tests.support.descendants import still_run
 from tests.support.scripted_generate import ScriptedGenerate
 
 PATIENCE_S = 60.0
+GONE_S = 5.0
+"""In which the system buries what was killed, and a thread of zmq's closes what was closed."""
 
 
 class Run:
@@ -159,7 +162,7 @@ async def until(happened: Callable[[], bool]) -> None:
 
 def processes() -> set[psutil.Process]:
     """All below this one that run: of agent workers, and of whatever tests before these left for their like."""
-    return {child for child in psutil.Process().children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE}
+    return {*still_run(psutil.Process().children(recursive=True), 0)}
 
 
 def sockets() -> set[str]:

@@ -267,6 +267,6 @@ def exchange_without_one(ranks: JoinedRanks) -> str:
 
 
 def test_an_exchange_has_a_deadline_and_names_who_is_missing(tmp_path: Path) -> None:
-    first, _ = run_ranks(exchange_without_one, 2, tmp_path, ranks_per_row=2, deadline_s=2.0, missing=1)
+    first, _ = run_ranks(exchange_without_one, 2, tmp_path, ranks_per_row=2, deadline_s=5.0, missing=1)
     assert "rank 1 of the trainer died or stopped" in first
-    assert "within 2 s (trainer.collective_timeout_s)" in first
+    assert "within 5 s (trainer.collective_timeout_s)" in first
