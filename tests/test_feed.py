@@ -33,6 +33,7 @@ from tailrace.records import (
     TrainingOver,
     WeightsWritten,
 )
+from tailrace.transport.redis import connection
 from tailrace.transport.redis.feed_place import FEED_FILE
 from tailrace.transport.redis.sample_messages import FeedKeys, OpenFeed
 from tailrace.transport.redis.server import RedisServer
@@ -189,11 +190,16 @@ async def test_a_run_s_folder_tells_where_its_samples_are(server: RedisServer, r
 
 @needs_redis
 async def test_a_folder_that_a_killed_run_left_is_read_again_until_the_next_one_is_there(
-    server: RedisServer, run: FedRun, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    server: RedisServer,
+    run: FedRun,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def tell(url: str) -> None:
         (tmp_path / FEED_FILE).write_text(json.dumps({"url": url, "run": "run"}))
 
+    monkeypatch.setattr(connection, "FIRST_S", 0.5)
     tell(f"redis://127.0.0.1:{free_port()}")
     training = asyncio.create_task(trained(lambda: take_one(tmp_path)))
     await says(caplog, "waiting for the run for up to 300 s: no Redis answers at", training)

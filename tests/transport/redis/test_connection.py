@@ -7,6 +7,7 @@ import socket
 import pytest
 
 from tailrace.errors import NotAnswering, SettingsError
+from tailrace.transport.redis import connection
 from tailrace.transport.redis.connection import PASSWORD_VARIABLE, RedisConnection, require_redis, with_password
 from tailrace.transport.redis.server import RedisServer
 from tests.support.redis_servers import ask, needs_redis
@@ -43,17 +44,19 @@ def test_a_user_of_the_access_lists_comes_from_the_url_and_needs_its_rights(
         require_redis(with_password(without_password(server).replace("//", "//guest@")))
 
 
-def test_tls_with_a_server_that_speaks_none_is_refused(server: RedisServer) -> None:
+def test_tls_with_a_server_that_speaks_none_is_refused(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "FIRST_S", 0.5)
     with pytest.raises(SettingsError, match="by rediss://"):
-        require_redis(server.url.replace("redis:", "rediss:"), within_s=0.5)
+        require_redis(server.url.replace("redis:", "rediss:"))
 
 
-def test_nobody_there_is_refused() -> None:
+def test_nobody_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "FIRST_S", 0.5)
     with socket.socket() as unheard:
         unheard.bind(("127.0.0.1", 0))
         url = f"redis://127.0.0.1:{unheard.getsockname()[1]}"
         with pytest.raises(NotAnswering, match=r"no Redis answers at redis://127\.0\.0\.1:"):
-            require_redis(url, within_s=0.5)
+            require_redis(url)
 
 
 def test_one_that_removes_what_it_likes_is_refused(server: RedisServer) -> None:

@@ -26,7 +26,7 @@ from tailrace.records import (
     StopRequested,
     StreamedSample,
 )
-from tailrace.transport.redis import sample_messages
+from tailrace.transport.redis import connection, sample_messages
 from tailrace.transport.redis.connection import RedisConnection
 from tailrace.transport.redis.entries import Message
 from tailrace.transport.redis.sample_messages import FeedKeys, OpenFeed
@@ -504,16 +504,18 @@ async def test_a_report_that_is_none_ends_the_run_and_names_the_rank(
     await run.close()
 
 
-async def test_wrong_passwords_and_wrong_tls_are_named(server: RedisServer) -> None:
+async def test_wrong_passwords_and_wrong_tls_are_named(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     password = server.url.split(":")[2].split("@")[0]
     for url, named in (
         (server.url.replace(password, "wrong"), "refuses this user or password"),
         (server.url.replace(password, "").replace(":@", ""), "refuses this user or password"),
         (server.url.replace(f":{password}", f"nobody:{password}"), "refuses this user or password"),
-        (server.url.replace("redis://", "rediss://"), "no Redis answers at .* by rediss://"),
     ):
         with pytest.raises(SettingsError, match=named):
             await Receiver.join(url, "trainer", patience_s=1.0)
+    monkeypatch.setattr(connection, "FIRST_S", 0.5)
+    with pytest.raises(SettingsError, match=r"no Redis answers at .* by rediss://"):
+        await Receiver.join(server.url.replace("redis://", "rediss://"), "trainer", patience_s=1.0)
 
 
 async def test_a_run_that_is_not_there_is_named(server: RedisServer) -> None:

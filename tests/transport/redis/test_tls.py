@@ -10,6 +10,7 @@ import pytest
 
 from tailrace.errors import SettingsError
 from tailrace.records import SamplesDropped
+from tailrace.transport.redis import connection
 from tailrace.transport.redis.connection import require_redis
 from tailrace.transport.redis.sample_receiver import RedisSampleReceiver
 from tests.support.fed_runs import FedRun, feed_samples
@@ -72,7 +73,10 @@ def test_another_authority_is_refused_by_name(server: TlsServer, tmp_path: Path)
         RedisSampleReceiver(url_of(server, other), "run", "trainer")
 
 
-def test_an_authority_that_is_not_there_is_refused(server: TlsServer, tmp_path: Path) -> None:
+def test_an_authority_that_is_not_there_is_refused(
+    server: TlsServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "FIRST_S", 0.5)
     with pytest.raises(SettingsError, match=r"TLS as transport\.redis\.url says|by rediss://"):
         require_redis(url_of(server, tmp_path / "nowhere"))
 
@@ -87,6 +91,7 @@ def test_a_wrong_password_is_refused_by_tls_too(server: TlsServer) -> None:
         require_redis(url_of(server, user="trainer:wrong"))
 
 
-def test_an_address_without_tls_is_refused(server: TlsServer) -> None:
+def test_an_address_without_tls_is_refused(server: TlsServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "FIRST_S", 0.5)
     with pytest.raises(SettingsError, match="by redis://"):
-        require_redis(url_of(server).replace("rediss", "redis").partition("?")[0], within_s=0.5)
+        require_redis(url_of(server).replace("rediss", "redis").partition("?")[0])

@@ -37,7 +37,7 @@ _PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
 """Between two tries, which are the rarer the longer Redis is away."""
 _PASSING = ("MISCONF", "NOREPLICAS", "BUSY ")
 """Errors that may pass, beside those that have classes: a disk that is full, replicas that are away, a script."""
-_FIRST_S = 4.0
+FIRST_S = 4.0
 """Within which Redis must be there, and answer, when a run starts."""
 _OLDEST = (6, 2)
 """What trims by position and reclaims."""
@@ -263,12 +263,12 @@ def _make(url: str, answers_s: float) -> _Wire:
         raise SettingsError(message, key=_URL) from error
 
 
-def require_redis(url: str, within_s: float = _FIRST_S) -> None:
+def require_redis(url: str) -> None:
     """Raise `SettingsError` unless Redis lets this user in, is new enough, and forgets nothing by itself.
 
     Where none answers it is `NotAnswering`.
     """
-    connection = RedisConnection(url, outage_s=within_s, answers_s=within_s)
+    connection = RedisConnection(url, outage_s=FIRST_S, answers_s=FIRST_S)
     try:
         server = _info(connection.one("INFO", "server"))
         memory = _info(connection.one("INFO", "memory"))
