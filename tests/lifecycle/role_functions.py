@@ -112,7 +112,7 @@ async def hold_the_interpreter(role: Role) -> None:
     """As a library may that is loaded: no thread runs meanwhile."""
     folder = Path(role.spec.settings.decode())
     (folder / "running").write_text(str(os.getpid()))
-    ctypes.PyDLL(None).sleep(5)
+    ctypes.PyDLL(None).sleep(3)
     (folder / "done").write_text("done")
     await asyncio.Event().wait()
 
