@@ -137,33 +137,42 @@ async def test_rollouts_beside_a_killed_one_are_rebuilt_where_they_were(renderer
 
 
 @pytest.mark.parametrize(
-    ("behave", "replies", "error", "message"),
+    ("reply", "error", "message"),
     [
-        ("hang in reset", [], RolloutTimeout, "reset of the environment did not return within 5 s"),
-        ("well", ["hang in a child"], RolloutTimeout, "step of the environment did not return"),
-        ("well", ["die"], EnvironmentFailed, r"step of the environment ended its worker process \(status 3\)"),
-        ("well", ["raise"], EnvironmentFailed, "(?s)ZeroDivisionError: of the user.*untrusted_environments.py"),
-        (
-            "well",
-            ["exit"],
-            EnvironmentFailed,
-            "(?s)step of the environment raised SystemExit: 4.*untrusted_environments.py",
-        ),
-        ("well", ["panic"], EnvironmentFailed, "step of the environment raised Panic: of native code"),
-        ("well", ["unserializable"], EnvironmentFailed, "a object cannot leave a worker process"),
-        ("well", ["no observation"], EnvironmentFailed, "reset and step return an Observation"),
-        ("well", ["not a number"], InvalidReward, "a step's reward is 'much'"),
+        ("die", EnvironmentFailed, r"step of the environment ended its worker process \(status 3\)"),
+        ("raise", EnvironmentFailed, "(?s)ZeroDivisionError: of the user.*untrusted_environments.py"),
+        ("exit", EnvironmentFailed, "(?s)step of the environment raised SystemExit: 4.*untrusted_environments.py"),
+        ("panic", EnvironmentFailed, "step of the environment raised Panic: of native code"),
+        ("unserializable", EnvironmentFailed, "a object cannot leave a worker process"),
+        ("no observation", EnvironmentFailed, "reset and step return an Observation"),
+        ("not a number", InvalidReward, "a step's reward is 'much'"),
     ],
 )
 async def test_an_environment_that_fails_costs_its_rollout_and_the_next_one_runs(
-    renderer: ChatRenderer, behave: str, replies: list[str], error: type[RolloutError], message: str
+    renderer: ChatRenderer, reply: str, error: type[RolloutError], message: str
 ) -> None:
-    async with Run(renderer, **(HANGS if error is RolloutTimeout else {})) as run:
+    async with Run(renderer) as run:
         with pytest.raises(error, match=message) as raised:
-            await run.rollout("counting", behave, replies or ["a"])
+            await run.rollout("counting", replies=[reply])
         assert "counting/train/0" in str(raised.value)
-        assert raised.value.is_mistake == (not WRONG_CODE.isdisjoint(replies))
+        assert raised.value.is_mistake == (reply in WRONG_CODE)
         assert (await run.rollout("counting")).reward is not None
+    assert children() == []
+
+
+async def test_so_do_environments_that_hang(renderer: ChatRenderer) -> None:
+    async with Run(renderer, workers=2, **HANGS) as run:
+        in_reset, in_a_step = await asyncio.gather(
+            run.rollout("counting", "hang in reset"),
+            run.rollout("counting", replies=["hang in a child"]),
+            return_exceptions=True,
+        )
+        for error, what in ((in_reset, "reset"), (in_a_step, "step")):
+            assert isinstance(error, RolloutTimeout)
+            assert f"counting/train/0: {what} of the environment did not return within 5 s" in str(error)
+            assert not error.is_mistake
+        rollouts = await asyncio.gather(*(run.rollout("counting") for _ in range(2)))
+        assert all(rollout.reward is not None for rollout in rollouts)
     assert children() == []
 
 
@@ -265,7 +274,7 @@ async def test_without_workers_untrusted_code_is_refused_with_what_to_do(rendere
 def test_a_worker_ends_when_its_parent_vanishes_even_in_an_endless_call() -> None:
     """The parent is killed while its worker spins; the worker must be gone soon after."""
     code = """
-    import asyncio, os, signal, sys
+    import asyncio, os, psutil, signal
     from tailrace.environments import EnvironmentSettings
     from tailrace.records import Task, TaskId
     from tailrace.rollouts import RolloutSettings, WorkerPool
@@ -274,10 +283,12 @@ def test_a_worker_ends_when_its_parent_vanishes_even_in_an_endless_call() -> Non
         settings = EnvironmentSettings(name="tests.support.untrusted_environments:judged")
         pool = WorkerPool(RolloutSettings(), {"judged": settings})
         await pool.start(["judged"])
+        (worker,) = psutil.Process().children()
+        before_s = worker.cpu_times().user
         call = asyncio.create_task(pool.reward(Task(TaskId("t"), "judged", 0, {"behave": "hang"}), []))
-        await asyncio.sleep(0.3)
-        import psutil
-        print(psutil.Process().children()[0].pid, flush=True)
+        while worker.cpu_times().user < before_s + 0.3:
+            await asyncio.sleep(0.02)
+        print(worker.pid, flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
 
     asyncio.run(main())
