@@ -17,19 +17,16 @@ from tests.support.fault_cells import Cell, all_cells, run_cell
 
 pytestmark = pytest.mark.skipif(not Path("/proc").exists(), reason="looks at processes through /proc")
 
+# Whose process is killed in the middle of its work is tried by test_replicas, test_agent_workers, test_orphans and
+# test_trainer_restarts each time.
 QUICK = frozenset(
     {
-        *(
-            "generator-step-killed",
-            "generator-startup-stopped",
-            "generator-shutdown-hangs",
-            "generator-transfer-leaves",
-        ),
-        *("worker-step-killed", "worker-startup-killed-always", "worker-transfer-paused"),
-        *("trainer-step-killed", "trainer-save-stopped", "trainer-step-deaf", "trainer-startup-killed-always"),
+        *("generator-startup-stopped", "generator-shutdown-hangs", "generator-transfer-leaves"),
+        *("worker-startup-killed-always", "worker-transfer-paused"),
+        *("trainer-save-stopped", "trainer-step-deaf", "trainer-startup-killed-always"),
         *("trainer-last_save-hangs", "trainer-step-exhausts", "trainer-step-paused"),
         *("trainer1-step-killed", "trainer1-transfer-stopped"),
-        *("orchestrator-step-killed", "orchestrator-save-leaves", "orchestrator-step-hangs"),
+        *("orchestrator-save-leaves", "orchestrator-step-hangs"),
         *("disk-step-fill_disk", "disk-step-fill_real_disk", "folder-startup-forbidden"),
         *(
             "memory-step-fill_shared_memory",

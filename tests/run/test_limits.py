@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tailrace.cli import main
 from tailrace.errors import SettingsError
 from tailrace.run import limits
 from tailrace.run.limits import require_room, total_memory
@@ -79,17 +80,29 @@ async def test_it_is_refused_before_anything_is_made(tmp_path: Path, monkeypatch
         (("--trainer.learning_rate", "inf"), "trainer.learning_rate = inf"),
         (("--trainer.max_grad_norm", "nan"), "trainer.max_grad_norm = nan"),
         (("--rollouts.timeout_s", "inf"), "it must be a finite number"),
-        (("--trainer.device", "cuda", "--generator.connect", "tcp://127.0.0.1:1"), "trainer.device = 'cuda'"),
     ],
 )
 def test_numbers_that_are_none_or_too_large_are_refused_by_their_setting(
-    tmp_path: Path, override: tuple[str, ...], message: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    override: tuple[str, ...],
+    message: str,
 ) -> None:
-    command = [sys.executable, "-m", "tailrace", "train", "quickstart", *override]
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "quickstart", *override]) == 2
+    printed, said = capsys.readouterr()
+    assert (printed, message in said) == ("", True), said
+    assert not list(tmp_path.iterdir())
+
+
+def test_so_is_a_device_that_is_not_there(tmp_path: Path) -> None:
+    cuda = ("--trainer.device", "cuda", "--generator.connect", "tcp://127.0.0.1:1")
+    command = [sys.executable, "-m", "tailrace", "train", "quickstart", *cuda]
     environment = {**IMPORTS, "CUDA_VISIBLE_DEVICES": "", "PATH": "/usr/bin"}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "")
-    assert message in done.stderr
+    assert "trainer.device = 'cuda'" in done.stderr
     assert "Traceback" not in done.stderr
     assert not list(tmp_path.iterdir())
 

@@ -14,6 +14,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,8 @@ from tailrace.records import (
     WeightsWritten,
 )
 from tailrace.reporting.summary import RunSummary
+from tailrace.run import started_roles
+from tailrace.run.generators import Generators
 from tailrace.run.memory_transports import MemoryTransports
 from tailrace.run.outside_trainer import OutsideTrainer
 from tailrace.run.training import train
@@ -543,7 +546,8 @@ def test_what_ends_a_run_is_named(
         await trainer.begin()
         await work(trainer)
 
-    changes = {"shutdown": {"last_save_s": 1.0, "grace_s": 1.0}}
+    # a generator that was given another model's weights would be started again, and given them again
+    changes = {"shutdown": {"last_save_s": 1.0, "grace_s": 1.0}, "restarts": {"per_role": 0}}
     summary = asyncio.run(run_with(tmp_path, program, **changes))
     assert (summary.status, summary.exit_code) == (RunStatus.FAILED, exit_code)
     assert reason in summary.reason
@@ -584,6 +588,29 @@ def test_a_run_whose_trainer_is_gone_says_so_and_goes_on_when_it_is_back(tmp_pat
     summary = asyncio.run(run_with(tmp_path, program, observability=quick))
     assert (summary.status, summary.steps) == (RunStatus.FINISHED, 1)
     assert summary.ledger.by_state[TerminalState.TRAINED] == 8
+
+
+def test_so_does_one_whose_generators_wait_for_the_first_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those do that it is connected to, whatever weights they hold."""
+    monkeypatch.setattr(started_roles, "Generators", partial(Generators, awaits_weights=True))
+
+    async def program(samples: MemorySampleStream) -> None:
+        heard = Heard("the outside trainer to write weights of version 0, with which it begins")
+        log = logging.getLogger("tailrace.reporting.live")
+        log.addHandler(heard)
+        trainer = Trainer(samples, tmp_path / "weights")
+        await trainer.begin()
+        await asyncio.wait_for(heard.said.wait(), PATIENCE_S)
+        log.removeHandler(heard)
+        await trainer.write_weights(0)
+        await trainer.step(1, await trainer.pull(4))
+        await trainer.end()
+
+    quick = {"live": "off", "report": False, "no_progress_s": 0.5}
+    summary = asyncio.run(run_with(tmp_path, program, observability=quick))
+    assert (summary.status, summary.steps) == (RunStatus.FINISHED, 1)
 
 
 def test_so_does_one_that_is_about_to_finish(tmp_path: Path) -> None:

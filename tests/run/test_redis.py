@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -20,6 +21,7 @@ from tailrace.errors import SettingsError
 from tailrace.free_ports import free_port
 from tailrace.records import RunStatus
 from tailrace.reporting.summary import read_summary
+from tailrace.transport.redis import connection
 from tailrace.transport.redis.server import RedisServer
 from tests.run.runs import (
     IMPORTS,
@@ -33,11 +35,19 @@ from tests.run.runs import (
     records,
     tiny_settings,
 )
-from tests.run.test_trainer_restarts import FRESH, kill_trainer, require_one_history
+from tests.run.test_trainer_restarts import FRESH, kill_trainer, require_one_history, wait_until_it_trains
+from tests.support.faults import Fault
 from tests.support.redis_servers import TlsServer, ask, make_certificates, needs_openssl, needs_redis, redis_server
 from tests.transport.redis.test_tls import RIGHTS
 
 OVER_REDIS = ("--transport.batches", "redis")
+BRIEFLY_NAMED = """
+import functools, sys
+from tailrace.cli import main
+from tailrace.run import host_transports
+host_transports.own_run_name = functools.partial(host_transports.own_run_name, lease_s=3.0)
+sys.exit(main(sys.argv[2:]))  # the first is the command that this stands for
+"""
 LONG_RUN = (*FRESH, "--max_steps", "30", "--trainer.checkpoint_every_steps", "4")
 
 
@@ -82,21 +92,30 @@ def test_a_run_by_tls_with_an_authority_and_a_user_trains_and_another_authority_
 
 
 @needs_redis
-def test_a_run_goes_on_though_redis_forgets_all_and_its_trainer_is_killed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("roles", ROLES)
+def test_a_run_goes_on_though_redis_forgets_all_and_its_trainer_is_killed(
+    tmp_path: Path, roles: tuple[str, ...]
+) -> None:
+    fault = Fault(tmp_path / "fault", "trainer", "killed", "trainer step", times=3)
+    fault.folder.mkdir()
+    chosen = (*LONG_RUN, *roles, *OVER_REDIS, "--transport.redis.url")
     with (
         redis_server(tmp_path / "redis") as server,
-        command(tmp_path, *LONG_RUN, *OVER_REDIS, "--transport.redis.url", server.url) as run,
+        command(tmp_path, *chosen, server.url, variables=fault.variables) as run,
     ):
-        run.wait_for_steps(3)
-        ask(server, "FLUSHALL")
-        run.wait_for_steps(6)
-        server.kill()
-        server.start()
-        run.wait_for_steps(9)
-        kill_trainer(run)
+        troubles = (partial(ask, server, "FLUSHALL"), partial(restart, server), partial(kill_trainer, run))
+        for number, trouble in enumerate(troubles):
+            wait_until_it_trains(run, roles, fault, steps=3 * (number + 1), number=number)
+            trouble()
+            fault.place_mark(f"struck-{number}", "")
         status, printed = run.wait()
         assert (status, run.leftovers()) == (0, []), printed
     require_one_history(run, 30)
+
+
+def restart(server: RedisServer) -> None:
+    server.kill()
+    server.start()
 
 
 @pytest.mark.long
@@ -173,7 +192,8 @@ def test_a_second_run_of_a_name_is_refused_and_the_first_goes_on(tmp_path: Path,
 def test_a_run_that_was_killed_is_resumed_under_its_name(tmp_path: Path, roles: tuple[str, ...]) -> None:
     with redis_server(tmp_path / "redis") as server:
         through = (*FRESH, *roles, *OVER_REDIS, "--transport.redis.url", server.url, "--max_steps")
-        with command(tmp_path, *through, "10000", "--trainer.checkpoint_every_steps", "2") as killed:
+        within = (sys.executable, "-c", BRIEFLY_NAMED)
+        with command(tmp_path, *through, "10000", "--trainer.checkpoint_every_steps", "2", within=within) as killed:
             killed.wait_for_steps(3)
             killed.process.kill()
             killed.wait()
@@ -306,6 +326,7 @@ def test_a_redis_that_does_not_answer_yet_is_no_bad_setting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(connection, "FIRST_S", 0.5)
     nobody = ("--transport.redis.url", f"redis://127.0.0.1:{free_port()}")
     assert main(["train", "quickstart", *TINY, *environment("words"), *OVER_REDIS, *nobody]) == 1
     assert "no Redis answers at redis://127.0.0.1:" in capsys.readouterr().err

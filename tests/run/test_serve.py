@@ -7,9 +7,9 @@ import os
 import signal
 import socket
 import sys
-import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import httpx
 import pytest
@@ -19,19 +19,16 @@ import zmq.asyncio
 from tailrace.cli import main
 from tailrace.config.serving import load_serve_settings
 from tailrace.errors import SettingsError
-from tailrace.feed import Feed
 from tailrace.free_ports import free_port
 from tailrace.generation.rpc.client import GeneratorClient
 from tailrace.generation.rpc.messages import WelcomeReply
 from tailrace.records import ModelStateDictRef
 from tailrace.reporting.summary import read_summary
 from tailrace.run.serving import serve
-from tailrace.transport.keys import CurveKeys, write_keys
+from tailrace.transport.keys import CurveKeys, read_keys, write_keys
 from tailrace.transport.owned_folders import shared_memory_folder
-from tests.examples.test_external_trainer import TINY, started
 from tests.run.runs import PATIENCE_S, ROLES, WITHOUT_MODEL, command, records
 from tests.run.served import SMALL, address_of, http_address_of, refusal, serving
-from tests.support.redis_servers import needs_redis
 
 STEPS_WITH_NEWEST_WEIGHTS = ("--max_steps", "4", "--scheduling.max_staleness", "0")
 """Nothing is admitted before every generator holds what the trainer published last."""
@@ -77,39 +74,57 @@ async def test_a_second_signal_ends_a_service_at_once_and_nothing_is_left(monkey
         assert await service == 130  # of the first, where the second ended nothing
 
 
-def test_http_clients_are_answered_as_they_ask_and_by_their_key(tmp_path: Path) -> None:
-    file = tmp_path / "key"
-    with serving("--address", "tcp://127.0.0.1:0", "--http", "127.0.0.1:0", "--http-key", str(file)) as process:
-        url = http_address_of(process)
-        assert file.stat().st_mode & 0o077 == 0
-        body = {"model": "any", "messages": [{"role": "user", "content": "Sort: b, a"}], "seed": 5, "max_tokens": 24}
-        with httpx.Client(base_url=url, timeout=PATIENCE_S) as client:
-            assert client.post("/v1/chat/completions", json=body).status_code == 401
-            client.headers["authorization"] = f"Bearer {file.read_text().strip()}"
-            answers = [client.post("/v1/chat/completions", json=body).json() for _ in range(2)]
-            greedy = client.post("/v1/chat/completions", json=body | {"temperature": 0, "top_p": 0.5})
-            too_long = client.post("/inference/v1/generate", json={"token_ids": [5] * 600})
-            models = client.get("/v1/models").json()["data"]
-        assert answers[0]["choices"] == answers[1]["choices"]
-        assert answers[0]["usage"]["completion_tokens"] > 0
-        assert (greedy.status_code, too_long.status_code) == (200, 400), greedy.text
-        assert [(model["id"], model["max_model_len"]) for model in models] == [("bundled:quickstart", 512)]
+class Served(NamedTuple):
+    """A service that several tests ask."""
+
+    address: str
+    key: Path
+    http: str = ""
+
+
+@pytest.fixture(scope="module")
+def answering(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """One that answers HTTP clients, too, by the key."""
+    key = tmp_path_factory.mktemp("answering") / "key"
+    with serving("--address", "tcp://127.0.0.1:0", "--http", "127.0.0.1:0", "--http-key", str(key)) as process:
+        yield Served(address_of(process), key, http_address_of(process))
         process.send_signal(signal.SIGTERM)
         assert process.wait(PATIENCE_S) == 143
 
 
-async def test_http_clients_are_answered_once_a_run_began_with_another_generator(tmp_path: Path) -> None:
-    file = tmp_path / "key"
-    with serving("--address", "tcp://127.0.0.1:0", "--http", "127.0.0.1:0", "--http-key", str(file)) as process:
-        address, url = address_of(process), http_address_of(process)
-        headers = {"authorization": f"Bearer {file.read_text().strip()}"}
-        body = {"token_ids": [5, 6], "sampling_params": {"max_tokens": 4, "seed": 1}}
-        async with httpx.AsyncClient(base_url=url, headers=headers, timeout=PATIENCE_S) as client:
-            first = await client.post("/inference/v1/generate", json=body)
-            run = GeneratorClient(address, lend=no_weights)
-            assert (await run.hello("run")).statistics.sampled_tokens_total == 0
-            second = await client.post("/inference/v1/generate", json=body)
-            await run.leave()
+@pytest.fixture(scope="module")
+def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """One for runs that have the key."""
+    key = tmp_path_factory.mktemp("locked") / "key.json"
+    with serving("--address", "tcp://127.0.0.1:0", "--key", str(key)) as process:
+        yield Served(address_of(process), key)
+
+
+def test_http_clients_are_answered_as_they_ask_and_by_their_key(answering: Served) -> None:
+    assert answering.key.stat().st_mode & 0o077 == 0
+    body = {"model": "any", "messages": [{"role": "user", "content": "Sort: b, a"}], "seed": 5, "max_tokens": 24}
+    with httpx.Client(base_url=answering.http, timeout=PATIENCE_S) as client:
+        assert client.post("/v1/chat/completions", json=body).status_code == 401
+        client.headers["authorization"] = f"Bearer {answering.key.read_text().strip()}"
+        answers = [client.post("/v1/chat/completions", json=body).json() for _ in range(2)]
+        greedy = client.post("/v1/chat/completions", json=body | {"temperature": 0, "top_p": 0.5})
+        too_long = client.post("/inference/v1/generate", json={"token_ids": [5] * 600})
+        models = client.get("/v1/models").json()["data"]
+    assert answers[0]["choices"] == answers[1]["choices"]
+    assert answers[0]["usage"]["completion_tokens"] > 0
+    assert (greedy.status_code, too_long.status_code) == (200, 400), greedy.text
+    assert [(model["id"], model["max_model_len"]) for model in models] == [("bundled:quickstart", 512)]
+
+
+async def test_http_clients_are_answered_once_a_run_began_with_another_generator(answering: Served) -> None:
+    headers = {"authorization": f"Bearer {answering.key.read_text().strip()}"}
+    body = {"token_ids": [5, 6], "sampling_params": {"max_tokens": 4, "seed": 1}}
+    async with httpx.AsyncClient(base_url=answering.http, headers=headers, timeout=PATIENCE_S) as client:
+        first = await client.post("/inference/v1/generate", json=body)
+        run = GeneratorClient(answering.address, lend=no_weights)
+        assert (await run.hello("run")).statistics.sampled_tokens_total == 0
+        second = await client.post("/inference/v1/generate", json=body)
+        await run.leave()
     assert [answer.status_code for answer in (first, second)] == [200, 200], second.text
     assert second.json()["choices"] == first.json()["choices"]
 
@@ -121,7 +136,6 @@ def no_weights(ref: ModelStateDictRef, held: str) -> NoReturn:
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
-        (("--http", "8000"), "write HOST:PORT"),
         (("--http-key", "file"), "--http-key is about HTTP"),
         (("--gateway.max_body_mb", "1"), "say where to listen"),
         (("--http", "127.0.0.1:0", "--gateway.port", "1"), "--http does"),
@@ -131,25 +145,32 @@ def no_weights(ref: ModelStateDictRef, held: str) -> NoReturn:
         (("--http", "127.0.0.1:0", "--http-key", sys.executable), "holds no key: letters, digits"),
     ],
 )
-def test_settings_of_http_without_it_are_refused(arguments: tuple[str, ...], why: str) -> None:
-    with serving(*arguments) as process:
+def test_settings_of_http_without_it_are_refused(
+    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], why: str
+) -> None:
+    assert main(["serve", "bundled:quickstart", *SMALL, *arguments]) == 2
+    assert why in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_service_that_is_refused_says_why_and_ends() -> None:
+    with serving("--http", "8000") as process:
         status, printed = refusal(process)
-    assert (status, why in printed) == (2, True), printed
+    assert (status, "write HOST:PORT" in printed) == (2, True), printed
 
 
-def test_keys_let_in_who_has_them(tmp_path: Path) -> None:
-    key, other = tmp_path / "key.json", tmp_path / "other.json"
+def test_keys_let_in_who_has_them(locked: Served, tmp_path: Path) -> None:
+    other = tmp_path / "other.json"
     write_keys(other, "test")
-    with serving("--address", "tcp://127.0.0.1:0", "--key", str(key)) as process:
-        connect = ("--generator.connect", address_of(process))
-        assert key.stat().st_mode & 0o077 == 0
-        for name, wrong in (("none", ()), ("other", ("--generator.connect_key", str(other)))):
-            with command(tmp_path, *WITHOUT_MODEL, "--max_steps", "1", *connect, *wrong, name=name) as run:
-                status, printed = run.wait()
-                assert (status, "generator.connect_key: " in printed) == (2, True), printed
-        with command(tmp_path, "--max_steps", "1", *connect, "--generator.connect_key", str(key), name="right") as run:
+    connect = ("--generator.connect", locked.address)
+    assert locked.key.stat().st_mode & 0o077 == 0
+    for name, wrong in (("none", ()), ("other", ("--generator.connect_key", str(other)))):
+        with command(tmp_path, *WITHOUT_MODEL, "--max_steps", "1", *connect, *wrong, name=name) as run:
             status, printed = run.wait()
-            assert status == 0, printed
+            assert (status, "generator.connect_key: " in printed) == (2, True), printed
+    own = ("--generator.connect_key", str(locked.key))
+    with command(tmp_path, "--max_steps", "1", *connect, *own, name="right") as run:
+        status, printed = run.wait()
+        assert status == 0, printed
 
 
 def test_a_key_file_that_is_not_there_is_named_before_anything_starts(
@@ -162,14 +183,13 @@ def test_a_key_file_that_is_not_there_is_named_before_anything_starts(
     assert list(tmp_path.iterdir()) == []
 
 
-async def test_only_the_client_whose_key_the_server_knows_is_let_in(tmp_path: Path) -> None:
-    keys = write_keys(tmp_path / "key.json", "test")
+async def test_only_the_client_whose_key_the_server_knows_is_let_in(locked: Served) -> None:
+    keys = read_keys(locked.key, "test")
     stranger = CurveKeys(keys.server_public, keys.server_secret, CurveKeys.make().client_public, keys.client_secret)
-    with serving("--address", "tcp://127.0.0.1:0", "--key", str(tmp_path / "key.json")) as process:
-        client = GeneratorClient(address_of(process), keys=stranger)
-        with pytest.raises(SettingsError, match=r"generator\.connect_key"):
-            await client.hello("run")
-        await client.leave()
+    client = GeneratorClient(locked.address, keys=stranger)
+    with pytest.raises(SettingsError, match=r"generator\.connect_key"):
+        await client.hello("run")
+    await client.leave()
 
 
 async def test_one_run_at_a_time_and_another_protocol_is_refused() -> None:
@@ -224,24 +244,6 @@ def test_a_run_tells_that_nobody_answers(tmp_path: Path, roles: tuple[str, ...])
     with command(tmp_path, *roles, "--max_steps", "1", *nowhere) as run:
         status, printed = run.wait()
     assert (status, f"generator.connect: no generator answers at {address}" in printed) == (1, True), printed
-
-
-@needs_redis
-def test_a_run_of_an_outside_trainer_says_that_it_waits_for_its_first_weights(tmp_path: Path) -> None:
-    with serving("--address", "tcp://127.0.0.1:0") as process:
-        connect = ("--generator.connect", address_of(process))
-        with started(tmp_path, *TINY, *connect, "--observability.no_progress_s", "0.5") as run:
-            with Feed(tmp_path / "runs" / "outside"):
-                require_said(tmp_path / "output", "the outside trainer to write weights of version 0")
-            assert run.wait(PATIENCE_S) == 0, (tmp_path / "output").read_text()
-
-
-def require_said(log: Path, text: str) -> None:
-    """Wait until it says so."""
-    deadline_s = time.monotonic() + PATIENCE_S
-    while text not in log.read_text():
-        assert time.monotonic() < deadline_s, log.read_text()
-        time.sleep(0.1)
 
 
 def test_generators_of_other_hosts_are_sent_what_changed(tmp_path: Path) -> None:

@@ -57,6 +57,14 @@ def kill_trainer(run: Command, name: str = "trainer") -> int:
         assert run.process.poll() is None, run.wait()
 
 
+def wait_until_it_trains(run: Command, roles: tuple[str, ...], fault: Fault, steps: int, number: int = 0) -> None:
+    """Until so many steps are told; or, where steps without a model take no time, for a trainer that waits in one."""
+    if roles:
+        run.wait_until(fault.mark(f"reached-{number}").exists)
+    else:
+        run.wait_for_steps(steps)
+
+
 def require_one_history(run: Command, steps: int) -> None:
     """Every step is told once, every task is trained once, versions only grow."""
     lines = records(run.folder / "metrics.jsonl")
@@ -119,12 +127,15 @@ async def test_a_trainer_that_loads_hears_its_end_where_another_launcher_started
 @pytest.mark.parametrize(
     ("checkpoint_every_steps", "again"), [("3", range(1, 40)), pytest.param("0", [0], marks=pytest.mark.long)]
 )
+@pytest.mark.parametrize("roles", ROLES)
 def test_a_trainer_that_is_killed_goes_on_from_its_newest_checkpoint_and_no_step_is_lost(
-    tmp_path: Path, checkpoint_every_steps: str, again: range | list[int]
+    tmp_path: Path, roles: tuple[str, ...], checkpoint_every_steps: str, again: range | list[int]
 ) -> None:
+    fault = Fault(tmp_path / "fault", "trainer", "killed", "trainer step")
+    fault.folder.mkdir()
     often = ("--trainer.checkpoint_every_steps", checkpoint_every_steps, "--max_steps", "40")
-    with command(tmp_path, *FRESH, *often) as run:
-        run.wait_for_steps(5)
+    with command(tmp_path, *FRESH, *roles, *often, variables=fault.variables) as run:
+        wait_until_it_trains(run, roles, fault, steps=5)
         if again != [0]:  # written beside training: the step may be told long before
             run.wait_until(lambda: any((run.folder / "checkpoints").glob("step_*")))
         kill_trainer(run)
@@ -181,11 +192,13 @@ def test_a_trainer_that_leaves_with_status_0_or_dies_in_a_save_is_replaced(
     require_one_history(run, 12)
 
 
-def test_batches_that_are_trained_again_find_the_experts_that_they_were_sampled_with(tmp_path: Path) -> None:
+def test_batches_that_are_trained_again_find_the_experts_that_they_were_sampled_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(MARK, str(tmp_path / "done once"))
     experts = ("--model.name", str(save_mixtral(tmp_path / "mixtral")), "--generator.return_routed_experts", "true")
-    with command(tmp_path, *FRESH, *experts, "--trainer.checkpoint_every_steps", "0", "--max_steps", "8") as run:
-        run.wait_for_steps(3)
-        kill_trainer(run)
+    dying = ("--trainer.loss.name", "tests.support.losses:dying", "--trainer.checkpoint_every_steps", "0")
+    with command(tmp_path, *FRESH, *experts, *dying, "--max_steps", "8") as run:
         status, printed = run.wait()
         assert (status, run.leftovers()) == (0, []), printed
     assert "the trainer is started again" in printed
