@@ -106,7 +106,10 @@ def test_a_pod_without_gpus_starts_a_run_whose_trainer_has_one(
     assert "nvidia.com/gpu" in found["Job", "quickstart-trainer"]["resources"]["limits"]
     assert "limits" not in found["Job", "quickstart"]["resources"]
     (tmp_path / "quickstart.toml").write_text(manifests["ConfigMap", "quickstart-settings"]["data"]["quickstart.toml"])
-    words = [word.replace("/etc/tailrace/settings", str(tmp_path)) for word in command(found["Job", "quickstart"])]
+    assert main(["key", str(tmp_path / "generators.key")]) == 0
+    words = [
+        re.sub("/etc/tailrace/(settings|keys)", str(tmp_path), word) for word in command(found["Job", "quickstart"])
+    ]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert main([*words[1:], "--dry-run"]) == 0, capsys.readouterr().err
 
