@@ -214,15 +214,15 @@ class ChatRenderer(Renderer):
         new_messages: Sequence[Message],
         tools: Sequence[ToolSpec] | None = None,
     ) -> Int32Array | None:
-        before: list[int] = token_ids.tolist()
-        prompt, completion = before[:reply_start], before[reply_start:]
         if self._family is None:
-            is_closed = bool(completion) and completion[-1] in self.stop_token_ids
+            is_closed = len(token_ids) > reply_start and int(token_ids[-1]) in self.stop_token_ids
             added = self._template.bridge(history, new_messages, _envelopes(tools), reply_is_closed=is_closed)
         elif new_messages:
+            before = token_ids.tolist()
+            prompt, completion = before[:reply_start], before[reply_start:]
             added = self._family.bridge(prompt, completion, history, new_messages, _envelopes(tools))
         else:
-            added = self._between_replies(completion, history, tools)
+            added = self._between_replies(token_ids[reply_start:].tolist(), history, tools)
         return None if added is None else as_token_ids(added)
 
     def _between_replies(
