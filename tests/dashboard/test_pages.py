@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import socket
 import subprocess
 import sys
 import threading
@@ -23,6 +24,7 @@ from tailrace.reporting.rollout_records import RolloutEntry
 from tests.dashboard.test_others_files import write_traces
 from tests.support.browsers import Watched, browser, dashboard, watched
 from tests.support.made_runs import MadeRun, write_export
+from tests.support.networks import needs_ipv6
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -1038,13 +1040,16 @@ def test_two_hundred_runs(tmp_path: Path, page: Watched) -> None:
         page.leave()
 
 
-def test_the_link_of_a_reachable_address_lets_in_and_nothing_else_does(tmp_path: Path, chromium: Browser) -> None:
+@pytest.mark.parametrize("host", ["0.0.0.0", pytest.param("[::]", marks=needs_ipv6)])
+def test_the_link_of_a_reachable_address_lets_in_and_nothing_else_does(
+    tmp_path: Path, chromium: Browser, host: str
+) -> None:
     MadeRun(folder=tmp_path / "run").write_steps(1)
-    command = [sys.executable, "-m", "tailrace", "ui", str(tmp_path), "--address", "0.0.0.0:0"]
+    command = [sys.executable, "-m", "tailrace", "ui", str(tmp_path), "--address", f"{host}:0"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"})
     try:
         assert process.stdout is not None
-        found = re.search(r"http://[^:]+:(\d+)/\?token=(\S+)", process.stdout.readline())
+        found = re.search(rf"http://{socket.gethostname()}:(\d+)/\?token=(\S+)", process.stdout.readline())
         assert found is not None
         place = f"http://127.0.0.1:{found.group(1)}/"
         with watched(chromium) as page:

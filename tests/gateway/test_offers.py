@@ -24,10 +24,10 @@ from tailrace.records import GroupId, Message, Rollout, RolloutId, Task, TaskId
 from tailrace.rollouts import ChatRenderer, Rollouter, RolloutSettings
 from tests.support.clocks import move_clock
 from tests.support.loaded import loaded
+from tests.support.networks import needs_ipv6
 from tests.support.scripted_generate import ScriptedGenerate
 
 TASKS = [{"word": f"word {number}"} for number in range(4)]
-needs_ipv6 = pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6 that takes IPv4's connections")
 
 
 def outside(name: str = "shop", *, lease_s: float = 60.0, **more: Any) -> EnvironmentSpec:

@@ -83,7 +83,7 @@ def link(host: str, port: int, token: str | None) -> str:
     >>> link("::1", 80, None), link("10.0.0.1", 80, "key")
     ('http://[::1]:80/', 'http://10.0.0.1:80/?token=key')
     """
-    shown = f"[{host}]" if ":" in host else socket.gethostname() if host == "0.0.0.0" else host
+    shown = socket.gethostname() if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
     return f"http://{shown}:{port}/" + (f"?token={quote(token)}" if token else "")
 
 
@@ -94,8 +94,9 @@ def _listen(address: str) -> socket.socket:
     if not host or not port.isdecimal() or int(port) > 65_535:
         raise SettingsError(f"--address is {address!r}; it must be HOST:PORT, as {DEFAULT_ADDRESS}")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    is_dual = host == "::" and socket.has_dualstack_ipv6()  # a machine's name may mean its IPv4 address alone
     try:
-        return socket.create_server((host, int(port)), family=family)
+        return socket.create_server((host, int(port)), family=family, dualstack_ipv6=is_dual)
     except OSError as error:
         if error.errno == errno.EADDRINUSE and address == DEFAULT_ADDRESS:
             return socket.create_server((host, 0), family=family)
