@@ -255,6 +255,13 @@ async def test_a_terminal_that_takes_nothing_is_left_at_once(tmp_path: Path) -> 
     assert (tmp_path / "terminal").read_bytes() == b"\n\x1b[?25h"
 
 
+async def test_a_stream_that_is_closed_keeps_no_process_from_ending_at_once(tmp_path: Path) -> None:
+    file = (tmp_path / "terminal").open("w")
+    view = LiveView(a_view, terminal=True, console=Console(file=file, force_terminal=True))
+    file.close()
+    view.abandon_terminal()
+
+
 async def test_a_terminal_that_went_away_does_not_end_the_run() -> None:
     class Gone(io.StringIO):
         def flush(self) -> None:

@@ -112,16 +112,12 @@ class RunSettings(BaseModel):
         `of_judges`: also those of judges that ask the run's engine. Which do is known once these are the settings
         `with_own_judges`: what one of the settings leaves unset, an endpoint too, is of the environment's own.
         """
-        judges = {
-            f"environments.{index}.judge.temperature": one.judge
-            for index, one in enumerate(self.environments)
-            if of_judges and one.judge is not None and one.judge.url is None
-        }
+        judges = [(index, one.judge) for index, one in enumerate(self.environments) if one.judge and of_judges]
         asked = [
             ("rollouts.temperature", self.rollouts.temperature),
             ("rollouts.evaluation.temperature", self.rollouts.evaluation.temperature),
             *(("environments", one.temperature) for one in self.environments),
-            *((key, judge.temperature) for key, judge in judges.items()),
+            *((f"environments.{at}.judge.temperature", one.temperature) for at, one in judges if one.url is None),
         ]
         return [(key, one) for key, one in asked if one and not least <= one <= highest]
 

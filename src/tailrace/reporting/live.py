@@ -99,7 +99,7 @@ class LiveView:
         The thread that draws may hold its own and wait for one that the interrupted code holds.
         """
         if self._live is not None:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, ValueError):  # a terminal that is gone, a stream that is closed
                 os.write(self._console.file.fileno(), b"\n\x1b[?25h")
 
     async def _refresh(self) -> None:

@@ -124,8 +124,10 @@ class TokenWriter:
 
     def _stays(self, one: FoundFile) -> bool:
         """Whether it is an export that was asked for, in this start of the run or in one before, or may be one."""
-        if not one.is_export or one.is_part:
-            return one.is_export
+        if not one.is_export:
+            return False
+        if one.is_part:
+            return True
         if one.path not in self._exports:
             self._exports[one.path] = is_beside_rollouts(one.path)
         return not self._exports[one.path]
