@@ -5,10 +5,11 @@
 Runs the quickstart with both placements, under Ray on a cluster of one node that this program starts on the loopback.
 Both take turns of SLICE_S: while one has the machine, all processes of the other are stopped (SIGSTOP). So both meet
 the same machine, whose speed changes within minutes by more than what is looked for. Compared are the tokens trained
-per second of user and system CPU of the run's processes, from the step WARM_UP on: the command's and all below it, and
-under Ray each role with the actor that has it. What else of Ray's runs there (raylet, head, agents, idle workers) is
-`ray_daemons_cpu_s`. `start_s` is from the command to the first step's record, which is later than the first rollout,
-with the other run stopped. `case` median is that of each column over the turns.
+per second of user and system CPU of all the run's processes, from the step WARM_UP on: the command's and all below it,
+and under Ray each role with the actor that has it, and what else of Ray's runs there (raylet, head, agents, idle
+workers) while the run is not stopped, which is `ray_daemons_cpu_s`: those are never stopped. `start_s` is from the
+command to the first step's record, which is later than the first rollout, with the other run stopped. `case` median is
+that of each column over the turns.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Row:
     ray_tokens_per_cpu_s: float
     ratio: float
     ray_daemons_cpu_s: float
-    """While the run was in its steady state."""
+    """While the run was in its steady state and not stopped; counted in Ray's rate."""
     start_s: float
     target: str
     met: bool | None
@@ -87,6 +88,7 @@ class Look:
     step: int
     own_cpu_s: float
     daemons_cpu_s: float
+    """While the run was not stopped."""
 
 
 class Run:
@@ -106,22 +108,25 @@ class Run:
                 stderr=subprocess.STDOUT,
             )
         self._stopped: list[psutil.Process] = []
+        self._daemons_cpu_s = 0.0
+        """Until it was stopped for the last time, while it was not."""
         self.looks: list[Look] = []
 
     def go_on(self, until_step: int, for_s: float = float("inf")) -> bool:
         """Until this step is recorded, and then or after so many seconds stop again; whether it was."""
         for process in self._stopped:
             process.resume()
-        ends_s = time.monotonic() + for_s
+        ends_s, daemons_began_s = time.monotonic() + for_s, self._daemons_so_far_s()
         while (step := self._recorded()) < until_step and time.monotonic() < ends_s:
             if self._process.poll() is not None:
                 sys.exit(self._log.read_text()[-4000:])
             if step >= WARM_UP and (not self.looks or step > self.looks[-1].step):
-                self.looks.append(self._look(step))
+                self.looks.append(self._look(step, daemons_began_s))
             time.sleep(LOOK_S)
         self._stopped = self._processes()
         for process in self._stopped:
             process.suspend()
+        self._daemons_cpu_s += self._daemons_so_far_s() - daemons_began_s
         return step >= until_step
 
     def end(self) -> None:
@@ -132,11 +137,12 @@ class Run:
             sys.exit(self._log.read_text()[-4000:])
 
     def steady(self) -> tuple[float, float]:
-        """Tokens trained per CPU-second, and the CPU-seconds of the daemons meanwhile."""
+        """Tokens trained per CPU-second, the daemons' included, and the CPU-seconds of those."""
         first, last = self.looks[0], self.looks[-1]
         lines = self._metrics.read_text().splitlines()[first.step : last.step]
         tokens = sum(json.loads(line)["bias/trained_tokens"] for line in lines)
-        return tokens / (last.own_cpu_s - first.own_cpu_s), last.daemons_cpu_s - first.daemons_cpu_s
+        daemons_s = last.daemons_cpu_s - first.daemons_cpu_s
+        return tokens / (last.own_cpu_s - first.own_cpu_s + daemons_s), daemons_s
 
     def _recorded(self) -> int:
         return self._metrics.read_bytes().count(b"\n") if self._metrics.exists() else 0
@@ -145,9 +151,12 @@ class Run:
         roles = [] if self._ray is None else self._ray.processes()[0]
         return [*families([psutil.Process(self._process.pid)]), *roles]
 
-    def _look(self, step: int) -> Look:
-        others = [] if self._ray is None else self._ray.processes()[1]
-        return Look(step, sum(map(cpu_s, self._processes())), sum(map(cpu_s, others)))
+    def _daemons_so_far_s(self) -> float:
+        return 0.0 if self._ray is None else sum(map(cpu_s, self._ray.processes()[1]))
+
+    def _look(self, step: int, daemons_began_s: float) -> Look:
+        daemons_s = self._daemons_cpu_s + self._daemons_so_far_s() - daemons_began_s
+        return Look(step, sum(map(cpu_s, self._processes())), daemons_s)
 
 
 def families(roots: Iterable[psutil.Process]) -> list[psutil.Process]:
