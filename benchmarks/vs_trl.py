@@ -11,7 +11,8 @@ with one thread; `wall_ratio` compares wall time on two cores, where TRL has two
 `trl_sweep.py` found it best, its allocator set as Tailrace sets its own, and as it sets itself up (`trl_defaults`),
 without a reference model; its bf16 is autocast over float32 weights. Tailrace decodes up to 256 rollouts at a time,
 four steps' worth, which its asynchronous schedule allows (tokens are at most 4 versions old), and beside that with one
-step's slots, 64; it generates with bf16 weights. One repeat of the four cases by default; recorded figures have three.
+step's slots, 64; it generates with bf16 weights. One repeat of the four cases by default; recorded figures have three,
+each with a seed of its own, which is that of both sides.
 
 Learning (`--case learning`). A smaller Qwen3, schooled a little to write texts backwards, is trained by both at the
 same rate, with the same loss, on the same prompts and reward, for as many trained tokens; then `tailrace eval` measures
@@ -160,10 +161,11 @@ class Repeat:
         return self.tailrace.tokens_per_s / self.trl_two_threads.tokens_per_s
 
 
-def run_sides(workload: str, precision: str, folder: Path, steps: tuple[int, int, int], name: str) -> Repeat:
-    """In turns, so that all sides have the machine as it is just then."""
-    ours, one_step, theirs = (speed_job(workload, precision, folder, count) for count in steps)
-    tuned = TRL_TUNED[f"{workload}-{precision}"]
+def run_sides(case: str, turn: int, folder: Path, steps: tuple[int, int, int]) -> Repeat:
+    """In turns, so that all sides have the machine as it is just then; the turn is the seed of all of them."""
+    workload, _, precision = case.partition("-")
+    jobs = (replace(speed_job(workload, precision, folder, count), seed=turn) for count in steps)
+    (ours, one_step, theirs), tuned, name = jobs, TRL_TUNED[case], f"{case}-{turn}"
     return Repeat(
         tailrace=run_tailrace(ours, folder, name),
         tailrace_one_step=run_tailrace(one_step, folder, f"{name}-one-step", slots=BATCH_SIZE),
@@ -171,6 +173,12 @@ def run_sides(workload: str, precision: str, folder: Path, steps: tuple[int, int
         trl_two_threads=run_peer(theirs, folder, f"{name}-two-threads", replace(tuned, threads=2)),
         trl_defaults=run_peer(theirs, folder, f"{name}-defaults", TRL_DEFAULTS),
     )
+
+
+def told(name: str, turn: int, done: Repeat) -> str:
+    """A line for whoever waits."""
+    means = f"{done.tailrace.mean_tokens:.1f} and {done.trl.mean_tokens:.1f} tokens"
+    return f"{name}, seed {turn}: {done.ratio:.2f}, completions of {means} in the mean"
 
 
 def speed_row(name: str, repeats: list[Repeat]) -> SpeedRow:
@@ -282,10 +290,8 @@ def main() -> None:
         repeats: dict[str, list[Repeat]] = {name: [] for name in chosen if name != "learning"}
         for turn in range(arguments.repeats):
             for name, done in repeats.items():
-                workload, _, precision = name.partition("-")
-                steps = QUICK_STEPS if options.quick else STEPS
-                done.append(run_sides(workload, precision, folder, steps, f"{name}-{turn}"))
-                progress(f"{name}: {done[-1].ratio:.2f}")
+                done.append(run_sides(name, turn, folder, QUICK_STEPS if options.quick else STEPS))
+                progress(told(name, turn, done[-1]))
         rows += [speed_row(name, done) for name, done in repeats.items()]
         if "learning" in chosen:
             seeds, learning_steps = ((0,), 10) if options.quick else (LEARNING_SEEDS, LEARNING_STEPS)

@@ -10,7 +10,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from benchmarks import trl_sweep
+from benchmarks import trl_sweep, vs_trl
 from benchmarks.peers import Job, Outcome, Tuning
 
 
@@ -76,3 +76,23 @@ def test_the_sweep_tries_the_other_allocator_with_the_best_of_all_settings(
     best = next(row for row in trl_sweep.sweep("natural-float32", tmp_path, 4) if row.best)
     assert (best.micro_batch, best.has_our_allocator) == (64, False)
     assert tried[-trl_sweep.FINALISTS * trl_sweep.FINAL_TURNS - 1] == Tuning(micro_batch=64)
+
+
+def outcome(tokens_per_cpu_s: float) -> Outcome:
+    return Outcome(1000, 1000, 1000 / tokens_per_cpu_s, wall_s=1.0, mean_tokens=200.0, model=Path())
+
+
+def test_every_turn_has_a_seed_of_its_own_on_all_sides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds: list[int] = []
+
+    def run(job: Job, *_: object, **__: object) -> Outcome:
+        seeds.append(job.seed)
+        return outcome(100.0)
+
+    job = Job(tmp_path, tmp_path, "length", "float32", 1, 8, 64, max_tokens_per_completion=256, learning_rate=1e-7)
+    monkeypatch.setattr(vs_trl, "speed_job", lambda *_: job)
+    monkeypatch.setattr(vs_trl, "run_tailrace", run)
+    monkeypatch.setattr(vs_trl, "run_peer", run)
+    for turn in range(2):
+        vs_trl.run_sides("natural-float32", turn, tmp_path, vs_trl.QUICK_STEPS)
+    assert seeds == [0] * 5 + [1] * 5
