@@ -4,11 +4,13 @@
     feed            samples as they are ready, as a run hands them to a trainer that is not ours (trainer.feed = stream)
     shared_memory   the same batches, by the default carrier
     pickled, json   one entry for each sample, of lists of numbers, read one at a time, as PipelineRL does
-    server          what Redis itself does with entries as large as a sample (redis-benchmark: XADD, then XRANGE)
+    server-redis    what Redis itself does with values as large as the parts that batches are cut into (SET, then GET)
+    server-feed     the same with entries as large as the documents of samples (XADD, then XRANGE)
 
 The receiver is a process of its own, and copies nothing but what its way makes it copy. `sender_us` is the sender's CPU
-time for a sample, `lag_max_s` the longest that its event loop did not turn. Targets, for `redis` and `feed`: five times
-the samples of `pickled`, less than 100 µs of the sender for each, and 60 % of the server's own rate.
+time for a sample, `lag_max_s` the longest that its event loop did not turn. The server's own rates are of
+redis-benchmark, each way with the number of clients that is fastest. Targets, for `redis` and `feed`: five times the
+samples of `pickled`, less than 100 µs of the sender for each, and 60 % of the server's own rate with what is as large.
 
     python benchmarks/streams.py [--json] [--quick] [--case redis]
 """
@@ -61,20 +63,25 @@ from tailrace.transport.batches.stores import FileSource, SharedMemoryStore, Val
 from tailrace.transport.channels import ipc_address
 from tailrace.transport.owned_folders import own_shared_memory, own_socket_folder
 from tailrace.transport.redis.channels import RedisPlace
+from tailrace.transport.redis.entries import PART_BYTES
 from tailrace.transport.redis.sample_receiver import RedisSampleReceiver
 from tailrace.transport.redis.sample_sender import RedisSampleSender
 from tailrace.transport.redis.server import RedisServer
 from tailrace.transport.redis.streams import Origin
 from tailrace.transport.samples.codec import encode_samples
 
-CASES = ("redis", "feed", "shared_memory", "pickled", "json", "server")
 OURS = ("redis", "feed")
+CASES = (*OURS, "shared_memory", "pickled", "json", *(f"server-{one}" for one in OURS))
 SAMPLES = 256
 """In a batch."""
 TOKENS = 1000
 """In a sample."""
 WARM_UP = 4
 """Batches that are not measured."""
+DOCUMENT = 16
+"""Samples of a document of `feed`, where its size is asked for: it holds as many as are ready, up to 33 of these."""
+CLIENTS = (1, 4, 50)
+"""Of redis-benchmark, which has 50 by default: with large values fewer are faster."""
 STEP = 64
 """Samples that the receiver of `feed` takes for a step."""
 MOST_US = 100.0
@@ -124,8 +131,8 @@ def main() -> None:
 
 def measure(case: str, server: RedisServer, *, batches: int) -> Row:
     """One way, alone."""
-    if case == "server":
-        return of_server(server, batches)
+    if case.startswith("server-"):
+        return of_server(case, server, batches)
     if case in ("pickled", "json"):
         return run_on_event_loop(send_entries(case, server, max(1, batches // 16)))
     if case == "feed":
@@ -169,7 +176,7 @@ async def send_samples(server: RedisServer, batches: int) -> Row:
             other_cpu_s = await received()
         await sender.close()
         await told
-    together = [handed(content, number) for number in range(16)]
+    together = [handed(content, number) for number in range(DOCUMENT)]
     bytes_each = len(encode_samples(together, run="benchmark", epoch=about["epoch"])) // len(together)
     return row_of("feed", batches * SAMPLES, bytes_each, figures, other_cpu_s)
 
@@ -299,30 +306,40 @@ async def read_batches(about: dict[str, Any]) -> None:
     await receiver.close()
 
 
-def of_server(server: RedisServer, batches: int) -> Row:
-    """Entries as large as a sample, each written once and read once, by the 50 clients of redis-benchmark."""
-    bytes_each, count = plan(1).num_bytes // SAMPLES, batches * SAMPLES // 4
-    written_per_s = server_rate(server, count, "XADD", "entries", "MAXLEN", "~", "1000", "*", "data", "x" * bytes_each)
-    read_per_s = server_rate(server, count, "XRANGE", "entries", "-", "+", "COUNT", "1")
-    samples_per_s = 1 / (1 / written_per_s + 1 / read_per_s)
-    return Row("server", count, TOKENS, bytes_each, samples_per_s, 0.0, 0.0, 0.0)
+def of_server(case: str, server: RedisServer, batches: int) -> Row:
+    """What is as large as that way's own, each written once and read once, by the clients of redis-benchmark."""
+    bytes_each = plan(1).num_bytes // SAMPLES
+    if case == "server-redis":
+        num_bytes, write, read = PART_BYTES, ("SET", "part"), ("GET", "part")
+    else:
+        num_bytes = DOCUMENT * bytes_each
+        write = ("XADD", "entries", "MAXLEN", "~", "100", "*", "data")
+        read = ("XRANGE", "entries", "-", "+", "COUNT", "1")
+    each = num_bytes / bytes_each
+    count = int(batches * SAMPLES / 4 / each)
+    written_per_s = max(server_rate(server, count, clients, *write, value="x" * num_bytes) for clients in CLIENTS)
+    read_per_s = max(server_rate(server, count, clients, *read) for clients in CLIENTS)
+    samples_per_s = each / (1 / written_per_s + 1 / read_per_s)
+    return Row(case, int(count * each), TOKENS, bytes_each, samples_per_s, 0.0, 0.0, 0.0)
 
 
-def server_rate(server: RedisServer, count: int, *command: str) -> float:
-    """How often a second Redis does this."""
+def server_rate(server: RedisServer, count: int, clients: int, *command: str, value: str | None = None) -> float:
+    """How often a second Redis does this, with a value behind it or none."""
     host, _, port = server.url.rpartition("@")[2].removesuffix("/0").partition(":")
     password = server.url.partition("//:")[2].partition("@")[0]
+    options = ["-n", str(count), "-c", str(clients), "--csv", *([] if value is None else ["-x"])]
     told = subprocess.run(
-        ["redis-benchmark", "-h", host, "-p", port, "-a", password, "-n", str(count), "--csv", *command],
+        ["redis-benchmark", "-h", host, "-p", port, "-a", password, *options, *command],
         check=True,
         capture_output=True,
         text=True,
+        input=value,
     )
     return float(told.stdout.splitlines()[-1].replace('"', "").rsplit(",", 7)[1])
 
 
 def judged(rows: Sequence[Row]) -> list[Row]:
-    """With what they are beside each other; where `pickled` or `server` did not run no target is judged."""
+    """With what they are beside each other; where `pickled` or its own `server-` did not run a way is not judged."""
     rates = {row.case: row.samples_per_s for row in rows}
     judged_rows = []
     for row in rows:
@@ -330,7 +347,8 @@ def judged(rows: Sequence[Row]) -> list[Row]:
             judged_rows.append(row)
             continue
         times = row.samples_per_s / rates["pickled"] if "pickled" in rates else None
-        share = row.samples_per_s / rates["server"] if "server" in rates else None
+        own = rates.get(f"server-{row.case}")
+        share = None if own is None else row.samples_per_s / own
         met = row.sender_us < MOST_US and times >= LEAST_TIMES and share >= LEAST_SHARE if times and share else None
         judged_rows.append(
             replace(

@@ -51,7 +51,12 @@ def row(case: str, samples_per_s: float, sender_us: float = 50.0) -> object:
 
 
 def test_a_case_that_ran_without_those_that_it_is_held_against_is_not_judged() -> None:
-    for beside in ([], [row("pickled", 100)], [row("server", 1000)]):
+    for beside in (
+        [],
+        [row("pickled", 100)],
+        [row("server-redis", 1000)],
+        [row("pickled", 100), row("server-feed", 1)],
+    ):
         assert streams.judged([row("redis", 900), *beside])[0].met is None
 
 
@@ -59,5 +64,20 @@ def test_a_case_that_ran_without_those_that_it_is_held_against_is_not_judged() -
     ("samples_per_s", "sender_us", "met"), [(900, 50, True), (400, 50, False), (900, 200, False), (550, 50, False)]
 )
 def test_all_three_targets_are_to_be_met(samples_per_s: float, sender_us: float, met: bool) -> None:
-    beside = [row("pickled", 100), row("server", 1000)]
+    beside = [row("pickled", 100), row("server-redis", 1000), row("server-feed", 1)]
     assert streams.judged([row("redis", samples_per_s, sender_us), *beside])[0].met is met
+
+
+@pytest.mark.parametrize(("case", "num_bytes"), [("server-redis", 1 << 20), ("server-feed", 16 * 13_000)])
+def test_what_redis_does_itself_is_with_values_as_large_as_the_ways_own_and_the_fastest_clients(
+    case: str, num_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+
+    def rate(_server: object, _count: int, clients: int, *_command: str, value: str | None = None) -> float:
+        sizes.append(len(value or ""))
+        return {1: 50.0, 4: 100.0, 50: 80.0}[clients]
+
+    monkeypatch.setattr(streams, "server_rate", rate)
+    assert streams.of_server(case, None, 4).samples_per_s == pytest.approx(100.0 * num_bytes / 13_000 / 2)
+    assert sizes == [num_bytes] * 3 + [0] * 3
