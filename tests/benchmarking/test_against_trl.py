@@ -96,3 +96,24 @@ def test_every_turn_has_a_seed_of_its_own_on_all_sides(tmp_path: Path, monkeypat
     for turn in range(2):
         vs_trl.run_sides("natural-float32", turn, tmp_path, vs_trl.QUICK_STEPS)
     assert seeds == [0] * 5 + [1] * 5
+
+
+@pytest.mark.parametrize(
+    ("trl", "defaults", "ratio", "met"),
+    [(100.0, 90.0, 2.5, True), (90.0, 100.0, 2.5, True), (90.0, 101.0, 2.48, False)],
+)
+def test_tailrace_is_held_against_the_better_of_trls_two_settings(
+    trl: float, defaults: float, ratio: float, met: bool
+) -> None:
+    sides = (outcome(250.0), outcome(200.0), outcome(trl), outcome(2 * trl), outcome(defaults))
+    row = vs_trl.speed_row("natural-float32", [vs_trl.Repeat(*sides)] * 3)
+    assert (row.ratio, row.met) == (pytest.approx(ratio, abs=0.005), met)
+    assert row.trl == max(trl, defaults)
+    assert row.ratio_one_step == pytest.approx(200.0 / row.trl)
+
+
+@pytest.mark.parametrize(("rates", "met"), [((250.0, 251.0, 100.0), True), ((249.0, 240.0, 400.0), False)])
+def test_the_median_repeat_is_judged(rates: tuple[float, ...], met: bool) -> None:
+    trl = outcome(100.0)
+    repeats = [vs_trl.Repeat(outcome(rate), outcome(rate), trl, trl, outcome(50.0)) for rate in rates]
+    assert vs_trl.speed_row("natural-float32", repeats).met is met
