@@ -1,8 +1,9 @@
 """The clients of `benchmarks/gateway.py`, in a process of their own: HTTP written by hand, so that they keep up.
 
 Reads a JSON line (address, keys, turns, whether replies are streamed, seed), plays one rollout per key, all at once,
-and prints a JSON line: how many turns there were, and how long they took. Where it `claims` them, the key is the run's:
-each client claims a rollout with it, plays it where it is told to, and says that it earned 1.
+and prints a JSON line: how many turns there were, how long they took, and how many tokens whole answers had. Where it
+`claims` them, the key is the run's: each client claims a rollout with it, plays it where it is told to, and says that
+it earned 1.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ class Rollout:
     def __init__(self, order: dict[str, Any], key: str, number: int) -> None:
         self._order, self._key, self._random = order, key, random.Random(order["seed"] + number)
         self.turn_s: list[float] = []
+        self.tokens = 0
+        """Of answers that were not streamed."""
 
     async def play(self) -> None:
         await asyncio.sleep(self._random.random() * self._order["spread_s"])
@@ -56,7 +59,9 @@ class Rollout:
             body["stream"] = True
             await self._send("/v1/chat/completions", body)
             return await self._stream()
-        return str((await self._post("/v1/chat/completions", body))["choices"][0]["message"]["content"])
+        answer = await self._post("/v1/chat/completions", body)
+        self.tokens += answer["usage"]["completion_tokens"]
+        return str(answer["choices"][0]["message"]["content"])
 
     async def _post(self, path: str, body: dict[str, Any]) -> Any:
         top = await self._send(path, body)
@@ -92,7 +97,8 @@ async def main() -> None:
     rollouts = [Rollout(order, key, number) for number, key in enumerate(order["keys"])]
     await asyncio.gather(*(rollout.play() for rollout in rollouts))
     turns = sorted(one for rollout in rollouts for one in rollout.turn_s)
-    print(json.dumps({"turns": len(turns), "median_s": turns[len(turns) // 2]}))
+    tokens = sum(rollout.tokens for rollout in rollouts)
+    print(json.dumps({"turns": len(turns), "median_s": turns[len(turns) // 2], "tokens": tokens}))
 
 
 if __name__ == "__main__":

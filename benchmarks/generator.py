@@ -14,7 +14,8 @@ own, in its processes, idle but in its turns, asked by one client for the same r
 `occupancy`: short multi-turn work on the torch engine, as `benchmarks/occupancy.py` has it.
 `routing`: microseconds per choice among 64 replicas, as `benchmarks/routing.py` has it.
 
-Weights are random, since speed does not depend on them: a Llama of SmolLM2-135M's shape. One thread for everything.
+Weights are random, since speed does not depend on them: a Llama of SmolLM2-135M's shape. One thread for everything. All
+three run eagerly (`enforce_eager`), as Tailrace's default is on a CPU and vLLM's own is not.
 """
 
 from __future__ import annotations
@@ -224,7 +225,7 @@ async def throughput(names: Sequence[str], folder: Path, *, turns: int, with_htt
         async with Generator(lambda: VllmEngine(build_core(model, settings))) as generator:
             for count in chosen:
                 runs = [await take_turn(turn, count, bare, generator, server) for turn in range(-1, turns)]
-                rows.append(_row(count, runs[1:]))  # the first warms up
+                rows.append(row_of(count, runs[1:]))  # the first warms up
                 kit.progress(_told(rows[-1]))
     return rows
 
@@ -251,7 +252,7 @@ async def take_turn(
     return Turn(sum(one.max_tokens for one in asked), alone, tailrace, http)
 
 
-def _row(count: int, runs: Sequence[Turn]) -> Throughput:
+def row_of(count: int, runs: Sequence[Turn]) -> Throughput:
     cpu_ratio = statistics.median(run.bare.cpu_s / run.tailrace.cpu_s for run in runs)
     tailrace = statistics.median(run.tokens / run.tailrace.wall_s for run in runs)
     http = [run.tokens / run.http.wall_s for run in runs if run.http]
