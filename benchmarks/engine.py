@@ -6,9 +6,10 @@ Every case samples the same number of tokens at temperature 1 from the same prom
 the median CPU time of several runs, the two taking turns. The engine also records log-probabilities and versions;
 `generate` is not asked for any. Prompts differ, so nothing is shared between them, and no stop token is set.
 
-Two floors of a decoding step stand beside it. Memory: the weights' bytes over the bandwidth of a warm copy (read and
-write counted). Compute: two operations per weight and sequence over the rate of a plain matrix product of that many
-rows. Weights are random, since speed does not depend on them: smollm2 is a Llama model of SmolLM2-135M's shape.
+Two floors of a decoding step stand beside it. Memory: the weights' bytes over the bandwidth of a warm copy of as many
+(read and write counted). Compute: two operations per weight and sequence over the rate of a plain matrix product of
+that many rows, by the faster of torch's own and oneDNN. Weights are random, since speed does not depend on them:
+smollm2 is a Llama model of SmolLM2-135M's shape.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from rich.table import Table
 from small_model import ModelSize, make_model, make_smollm2
 from transformers import PreTrainedModel
 
+from tailrace.cpu.products import fast_product
 from tailrace.generation.engines.torch import TorchEngine
 from tailrace.records import GenerationRequest, GroupId, RequestId, SamplingParams, SessionId
 
@@ -131,12 +133,7 @@ def run_case(case: Case) -> Row:
 
 
 def make_engine(case: Case) -> TorchEngine:
-    return TorchEngine(
-        build(case.model, case.precision),
-        slots=case.sequences,
-        max_model_tokens=PROMPT_TOKENS + case.tokens,
-        prefill_chunk_tokens=case.sequences * PROMPT_TOKENS,
-    )
+    return TorchEngine(build(case.model, case.precision), slots=case.sequences)
 
 
 def with_tailrace(engine: TorchEngine, prompts: np.ndarray, tokens: int, run: int) -> None:
@@ -169,26 +166,29 @@ def with_transformers(model: PreTrainedModel, prompts: np.ndarray, tokens: int) 
 
 
 def memory_floor_s(model: PreTrainedModel) -> float:
-    """Seconds to read every weight once, at the speed of a warm copy."""
-    size = 128 * 2**20
+    """Seconds to read every weight once, at the speed of a warm copy of as many bytes."""
+    size = sum(weight.numel() * weight.element_size() for weight in model.parameters())
     source, target = torch.ones(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
-    bandwidth = 2 * size / statistics.median(cpu_s(lambda: target.copy_(source)) for _ in range(5))
-    return sum(weight.numel() * weight.element_size() for weight in model.parameters()) / bandwidth
+    target.copy_(source)
+    return statistics.median(cpu_s(lambda: target.copy_(source)) for _ in range(9)) / 2
 
 
 def compute_floor_s(model: PreTrainedModel, sequences: int) -> float:
-    """Seconds for two operations per weight and sequence, at the speed of a plain matrix product."""
+    """Seconds for two operations per weight and sequence, at the speed of the faster plain matrix product."""
     width = 768
     rows = torch.randn(sequences, width, dtype=model.dtype)
     weight = torch.randn(width, width, dtype=model.dtype)
 
-    def products() -> None:
-        for _ in range(20):
-            torch.nn.functional.linear(rows, weight)
+    def products_s(product: Callable[[torch.Tensor, torch.Tensor], object]) -> float:
+        def products() -> None:
+            for _ in range(20):
+                product(rows, weight)
+
+        products()
+        return statistics.median(cpu_s(products) for _ in range(5))
 
     with torch.inference_mode():
-        products()
-        per_weight_s = statistics.median(cpu_s(products) for _ in range(5)) / 20 / weight.numel()
+        per_weight_s = min(map(products_s, (torch.nn.functional.linear, fast_product))) / 20 / weight.numel()
     return per_weight_s * sum(weight.numel() for weight in model.parameters())
 
 

@@ -81,9 +81,10 @@ class Row:
     loop_turn_max_s: float | None
     """None in a run, whose loop has no turn that only watches it."""
     flatness: float | None
-    """CPU time per rollout over that of the cheapest case of its kind."""
+    """CPU time per rollout over that of the cheapest case of its kind; None where that is the only one."""
     target: float
-    met: bool
+    met: bool | None
+    """None of an `in-flight-N` that ran alone: it cannot be told whether the cost grows."""
 
 
 class InstantGenerate:
@@ -195,9 +196,12 @@ def main() -> None:
 
 def judged(row: Row, measured: list[Row]) -> Row:
     kind = row.case.rpartition("-")[0]
-    flatness = row.cpu_s_per_rollout / min(one.cpu_s_per_rollout for one in measured if one.case.startswith(kind))
-    met = row.cpu_s_per_rollout < row.target and flatness < TARGET_SPREAD and row.loop_lag_max_s < TARGET_LAG_S
-    return replace(row, flatness=flatness, met=met)
+    alike = [one.cpu_s_per_rollout for one in measured if one.case.startswith(kind)]
+    met = row.cpu_s_per_rollout < row.target and row.loop_lag_max_s < TARGET_LAG_S
+    if len(alike) == 1:
+        return replace(row, met=met if kind == "run" else None)
+    flatness = row.cpu_s_per_rollout / min(alike)
+    return replace(row, flatness=flatness, met=met and flatness < TARGET_SPREAD)
 
 
 def run_case(case: Coroutine[Any, Any, Row]) -> Row:

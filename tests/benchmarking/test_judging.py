@@ -10,6 +10,7 @@ from tests.support.benchmark_programs import benchmark
 
 packing = benchmark("packing")
 scale = benchmark("scale")
+overhead = benchmark("scheduler_overhead")
 
 
 def scale_row(replicas: int, cpu_s_per_rollout: float, turn_max_s: float = 0.01) -> object:
@@ -52,3 +53,30 @@ def test_rows_of_packing_that_the_page_calls_missed_are_not_met(distribution: st
     enough = packing.TARGET_TOKENS_PER_CPU_S
     assert packing.is_met(enough, one_shape_padding, ffd_padding) is met
     assert not packing.is_met(0.9 * enough, one_shape_padding, ffd_padding)
+
+
+def overhead_row(case: str, cpu_s: float, lag_s: float = 0.005) -> object:
+    target = overhead.TARGET_RUN_S if case.startswith("run") else overhead.TARGET_S
+    return overhead.Row(case, 1024, 20_000, cpu_s, lag_s, lag_s, 0.001, None, target, None)
+
+
+def test_the_cost_of_a_rollout_is_not_flat_against_itself() -> None:
+    alone = overhead_row("in-flight-1024", 60e-6)
+    run = overhead_row("run-1024", 140e-6)
+    rows = [overhead.judged(row, [alone, run]) for row in (alone, run)]
+    assert [(row.flatness, row.met) for row in rows] == [(None, None), (None, True)]
+
+
+@pytest.mark.parametrize(
+    ("cpu_s", "lag_s", "met"),
+    [(70e-6, 0.005, True), (81e-6, 0.005, False), (70e-6, 0.02, False), (78e-6, 0.005, False)],
+)
+def test_the_cost_of_a_rollout_its_growth_and_the_lag_are_judged(cpu_s: float, lag_s: float, met: bool) -> None:
+    row = overhead_row("in-flight-65536", cpu_s, lag_s)
+    assert overhead.judged(row, [row, overhead_row("in-flight-1024", 50e-6)]).met is met
+
+
+@pytest.mark.parametrize(("cpu_s", "lag_s"), [(160e-6, 0.005), (140e-6, 0.02)])
+def test_a_whole_run_is_judged_alone(cpu_s: float, lag_s: float) -> None:
+    row = overhead_row("run-1024", cpu_s, lag_s)
+    assert overhead.judged(row, [row]).met is False
