@@ -66,6 +66,8 @@ IN_FLIGHT = (1024, 4096, 16_384, 65_536)
 IN_FLIGHT_OF_RUNS = (1024,)
 GROUP_SIZE = 8
 BEAT_S = 0.002
+LEAST_ROLLOUTS = 20_000
+"""That are measured."""
 
 
 @dataclass(frozen=True)
@@ -257,7 +259,7 @@ class Case:
     async def until_measured(self, marks: Marks) -> None:
         """From the first step that ended on."""
         await marks.reached(1)
-        await marks.reached(marks.trained + max(20_000, (1 if self.quick else 4) * self.in_flight))
+        await marks.reached(marks.trained + max(LEAST_ROLLOUTS, (1 if self.quick else 4) * self.in_flight))
 
     def row(self, marks: Marks, beat: Beat, target: float, *, turn_max_s: float | None) -> Row:
         """What was measured."""
@@ -290,6 +292,7 @@ async def measure(case: Case) -> Row:
                 step = (await batches.get()).summary.step  # and lets go of the batch, as a sender does
                 generate.version += 1
                 scheduler.handle(StepTrained(epoch="", step=step, version=step, metrics={}))
+                scheduler.weights_installed(step)  # else what starts is too old once they trail by max_staleness
 
         with hold_old_objects():
             async with running(beat.run(), beat.watch_turns(), scheduler.run(), generate.serve(), train()):
