@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 
 import httpx
@@ -133,6 +134,33 @@ class Panic(BaseException):
     """As extension modules raise it: no `Exception`."""
 
 
+async def earning(task: Task, policy: Policy) -> object:
+    """One turn, and a reward that is none, or cannot be sent as it is."""
+    await policy.chat([{"role": "user", "content": "go"}])
+    match task["behave"]:
+        case "forget to await":
+            return earned()
+        case "complex":
+            return 1j
+        case "huge":
+            return 2**200
+        case "complex metric":
+            return AgentResult(1.0, {"part": 1j})  # type: ignore[dict-item]
+        case "object as info":
+            return AgentResult(1.0, info={"it": object()})  # type: ignore[dict-item]
+        case "huge info":
+            return AgentResult(1.0, info={"it": 2**200})
+    return Fraction(1, 4)
+
+
+async def earned() -> float:
+    return 1.0
+
+
+async def score_earned(task: Task, messages: list[Message]) -> object:
+    return earned() if task["behave"] == "forget to await in the reward" else 0.5
+
+
 async def panic() -> None:
     raise Panic("in a task")
 
@@ -233,6 +261,15 @@ def counting() -> EnvironmentSpec:
 
 def graded() -> EnvironmentSpec:
     return EnvironmentSpec(name="graded", agent=behaving, reward=grade, train_tasks=ROWS)
+
+
+def earns() -> EnvironmentSpec:
+    return EnvironmentSpec(name="earns", agent=earning, train_tasks=ROWS)  # type: ignore[arg-type]
+
+
+def earns_by_function() -> EnvironmentSpec:
+    reward = score_earned
+    return EnvironmentSpec(name="earns_by_function", agent=earning, reward=reward, train_tasks=ROWS)  # type: ignore[arg-type]
 
 
 def checked() -> EnvironmentSpec:

@@ -352,14 +352,14 @@ class Rollouter:
             return await self._player.score(rollout, reported, environment)
 
         with phase("score"):
-            await self._score(rollout, environment.spec, reported, scored)
+            functions = scored if environment.spec.scores_rollouts else None
+            await self._score(rollout, environment.spec, reported, functions)
 
     async def _score(
-        self, rollout: Rollout, spec: EnvironmentSpec, reported: AgentResult, scored: ScoreRollout
+        self, rollout: Rollout, spec: EnvironmentSpec, reported: AgentResult, scored: ScoreRollout | None
     ) -> None:
-        """Set the reward: what was reported, or what reward functions, where there are some, say in its place."""
-        functions = scored if spec.scores_rollouts else None
-        await self._scorer.score_rollout(rollout, reported, functions, is_group_scored=spec.scores_groups)
+        """Set the reward: what was reported, or what is `scored` in its place."""
+        await self._scorer.score_rollout(rollout, reported, scored, is_group_scored=spec.scores_groups)
 
     async def _workers_of(self, environment: LoadedEnvironment) -> AgentWorkers | None:
         """Those that play its rollouts; None where that is here."""

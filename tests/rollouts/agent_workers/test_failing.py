@@ -16,7 +16,7 @@ import psutil
 import pytest
 from typing_extensions import override
 
-from tailrace.errors import EnvironmentFailed, LifecycleError, RolloutTimeout, SettingsError, WorkerLost
+from tailrace.errors import EnvironmentFailed, InvalidReward, LifecycleError, RolloutTimeout, SettingsError, WorkerLost
 from tailrace.records import Group, GroupId, Rollout
 from tailrace.rollouts import ChatRenderer
 from tailrace.rollouts.agent_workers import WorkerWatch
@@ -95,6 +95,56 @@ async def test_an_exit_that_python_raises_costs_its_own_rollout_alone(
         with pytest.raises(EnvironmentFailed, match=f"graded/train/0: .*{message}"):
             raise lost
         assert run.agents.flush_figures()[0].restarts == 0
+
+
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(
+    ("behave", "name", "message", "is_mistake"),
+    [
+        ("forget to await", "earns", r"is <coroutine .*\(coroutine\); it must be a number", True),
+        ("complex", "earns", r"is 1j \(complex\); it must be a number", True),
+        ("huge", "earns", "is 1.61e\\+60; at most 3.4e\\+38", False),
+        ("complex metric", "earns", "component 'part', is 1j .*; it must be a number", True),
+        ("forget to await in the reward", "earns_by_function", "is <coroutine .*; it must be a number", True),
+    ],
+)
+async def test_what_is_no_reward_fails_alike_wherever_its_agent_runs_and_what_was_said_is_kept(
+    renderer: ChatRenderer, workers: int, behave: str, name: str, message: str, is_mistake: bool
+) -> None:
+    async with Run(renderer, name, workers=workers) as run:
+        of_what = f"task {name}/train/0: the reward of rollout {name}-0"
+        with pytest.raises(InvalidReward, match=f"{of_what},? {message}") as raised:
+            await run.rollout(behave, name=name)
+        assert (raised.value.reason, raised.value.is_mistake) == ("invalid_reward", is_mistake)
+        assert [message["content"] for message in run.lost[f"{name}-0"].messages] == ["go", "yes"]
+
+
+@pytest.mark.parametrize(("behave", "is_mistake"), [("object as info", True), ("huge info", False)])
+async def test_info_that_cannot_be_sent_is_a_mistake_by_its_type_and_costs_nothing_that_was_said(
+    renderer: ChatRenderer, behave: str, is_mistake: bool
+) -> None:
+    async with Run(renderer, "earns") as run:
+        with pytest.raises(EnvironmentFailed, match="task earns/train/0: what the rollout reported: ") as raised:
+            await run.rollout(behave, name="earns")
+        assert raised.value.is_mistake == is_mistake
+        assert [message["content"] for message in run.lost["earns-0"].messages] == ["go", "yes"]
+
+
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(
+    ("behave", "name", "value"),
+    [("a fraction", "earns", 0.25), ("forget to await", "earns_by_function", 0.5)],
+)
+async def test_a_reward_that_counts_is_taken_in_a_worker_as_on_the_loop(
+    renderer: ChatRenderer, workers: int, behave: str, name: str, value: float
+) -> None:
+    """Of any class of numbers; what the agent itself returned does not matter where a function says another one."""
+    async with Run(renderer, name, workers=workers) as run:
+        rollout = await run.rollout(behave, name=name)
+    assert rollout.reward is not None
+    assert rollout.reward.value == value
 
 
 async def test_a_worker_that_cannot_tell_what_came_of_a_rollout_says_so(renderer: ChatRenderer) -> None:

@@ -20,14 +20,13 @@ import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from typing_extensions import override
 
-from tailrace.environments import AgentResult, EnvironmentSettings, load_environment
+from tailrace.environments import EnvironmentSettings, load_environment
 from tailrace.errors import EnvironmentFailed, RolloutError, ScoringFailed, TailraceError
 from tailrace.records import Group, Rollout, Task
 from tailrace.rollouts.agent_workers.blame import BlameMark, context_of
@@ -55,6 +54,7 @@ from tailrace.rollouts.agent_workers.messages import (
     unpack_order,
     unpack_task,
 )
+from tailrace.rollouts.agent_workers.outcomes import RolloutOutcome
 from tailrace.rollouts.agent_workers.segments import BranchWriter
 from tailrace.rollouts.attribution import attribute_errors, exit_refused
 from tailrace.rollouts.chat import ChatRenderer
@@ -90,15 +90,6 @@ _MOST_THREADS = 1024
 ResultT = TypeVar("ResultT")
 
 _logger = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class _Outcome:
-    """What came of a rollout so far."""
-
-    reported: AgentResult | None = None
-    scored: AgentResult | None = None
-    score_failure: Failure | None = None
 
 
 class AgentWorkerProcess:
@@ -322,7 +313,7 @@ class AgentWorkerProcess:
             attempt=order.attempt,
         )
         policy = self._player.policy(rollout, environment, is_evaluation=order.is_evaluation)
-        outcome, failure = _Outcome(), None
+        outcome = RolloutOutcome()
         try:
             with phase("rollout", track="rollouts", about={"rollout": order.rollout_id, "attempt": order.attempt}):
                 await self._attempts.run(
@@ -332,14 +323,14 @@ class AgentWorkerProcess:
                     stop=policy.stop,
                 )
         except asyncio.CancelledError:
-            failure = Failure("RolloutError", f"rollout {order.rollout_id} was cancelled")
+            outcome.failure = Failure("RolloutError", f"rollout {order.rollout_id} was cancelled")
         except Exception as error:  # noqa: BLE001 - the orchestrator raises it again
-            failure = Failure.of(error)
+            outcome.failure = Failure.of(error)
         leave_out_empty_branches(rollout)
-        self._connection.send(self._played(rollout, outcome, failure))
+        self._connection.send(self._played(rollout, outcome))
 
     async def _attempt(
-        self, rollout: Rollout, policy: RolloutPolicy, environment: LoadedEnvironment, outcome: _Outcome
+        self, rollout: Rollout, policy: RolloutPolicy, environment: LoadedEnvironment, outcome: RolloutOutcome
     ) -> None:
         task = rollout.task
 
@@ -356,15 +347,8 @@ class AgentWorkerProcess:
         except TailraceError as error:
             outcome.score_failure = Failure.of(error)
 
-    def _played(self, rollout: Rollout, outcome: _Outcome, failure: Failure | None) -> Played:
-        report = RolloutReport(
-            rollout.messages, rollout.metrics, outcome.reported, outcome.scored, rollout.sampled_texts
-        )
-        try:
-            packed = pack_rollout_report(report)
-        except EnvironmentFailed as error:
-            failure = failure or Failure.of(EnvironmentFailed(f"task {rollout.task.task_id}: {error}"))
-            packed = pack_rollout_report(RolloutReport([], rollout.metrics, None, None))
+    def _played(self, rollout: Rollout, outcome: RolloutOutcome) -> Played:
+        packed = outcome.packed(rollout)
         branches = [BranchData.of(branch) for branch in rollout.branches]
         placed = self._branches.place(branches)
         return Played(
@@ -375,7 +359,7 @@ class AgentWorkerProcess:
             truncated=rollout.truncated,
             report=packed,
             first_reply=rollout.first_reply,
-            failure=failure,
+            failure=outcome.failure,
             score_failure=outcome.score_failure,
         )
 

@@ -13,7 +13,7 @@ from tailrace.errors import EnvironmentFailed
 from tailrace.guards import guarded
 from tailrace.records import Json
 from tailrace.records.conversation import DEEPEST, is_too_deep
-from tailrace.rollouts.attribution import text_of
+from tailrace.rollouts.attribution import is_mistake, text_of
 from tailrace.rollouts.workers.messages import plain_value
 
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=plain_value)
@@ -35,7 +35,9 @@ def pack_values(values: object, what: str) -> bytes:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # values are asked to convert themselves, which is users' code
-        raise EnvironmentFailed(f"{what}: {text_of(error)}") from error
+        failed = EnvironmentFailed(f"{what}: {text_of(error)}")
+        failed.is_mistake = is_mistake(error)
+        raise failed from error
 
 
 def unpack_values(packed: bytes) -> Any:

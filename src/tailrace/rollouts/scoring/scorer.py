@@ -181,8 +181,8 @@ def _checked(returned: object, rollout: Rollout) -> Reward:
     Its values may fail to become numbers or text.
     """
     with attribute_errors(rollout.task):
-        result = as_agent_result(returned)
-        components = {**rollout.reported_metrics, **_components(result, rollout)}
+        result = with_finite_numbers(as_agent_result(returned), rollout)
+        components = {**rollout.reported_metrics, **result.metrics}
         columns = {**rollout.reported_info, **result.info}
         return Reward(finite_number(result.reward, _of(rollout)), components, columns)
 
@@ -191,6 +191,15 @@ def _keep_reported(rollout: Rollout, result: AgentResult) -> None:
     """For the reward that its group's score will give it. Raises as `_checked` does."""
     with attribute_errors(rollout.task):
         rollout.reported_metrics, rollout.reported_info = _components(result, rollout), dict(result.info)
+
+
+def with_finite_numbers(result: AgentResult, rollout: Rollout) -> AgentResult:
+    """It with floats for its reward, unless that is None, and its metrics.
+
+    Raises `InvalidReward` for one that is no finite number, and whatever a value of a user's own class raises.
+    """
+    reward = None if result.reward is None else finite_number(result.reward, _of(rollout))
+    return AgentResult(reward, _components(result, rollout), result.info)
 
 
 def _components(result: AgentResult, rollout: Rollout) -> dict[str, float]:
