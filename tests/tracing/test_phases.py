@@ -139,6 +139,44 @@ async def test_threads_are_measured_and_hold_no_loop(recorder: PhaseRecorder, ti
     assert usage["send"].wall_s == pytest.approx(0.001)
 
 
+async def test_a_stretch_that_computes_nothing_is_no_cpu_time_however_short_those_before_were(
+    recorder: PhaseRecorder, time: Time
+) -> None:
+    async def packs() -> None:
+        for _ in range(20):
+            with phase("pack"):
+                time.work(0.1)
+        with phase("pack"):
+            time.work(1000, computing=0)
+
+    with recorder.recording():
+        await asyncio.create_task(packs())
+    used = recorder.flush()["pack"]
+    assert used.held_s == pytest.approx(1.002)
+    assert 0.002 <= used.cpu_s < 0.005
+
+
+async def test_a_long_stretch_is_charged_for_no_more_than_what_the_thread_computed_lately(
+    recorder: PhaseRecorder, time: Time
+) -> None:
+    async def renders() -> None:
+        for _ in range(1000):
+            with phase("render"):
+                time.work(0.1)
+            await asyncio.sleep(0)
+        with phase("pack"):
+            time.work(1000, computing=0)
+        with phase("advantages"):
+            time.work(1000)
+
+    with recorder.recording():
+        await asyncio.create_task(renders())
+    usage = recorder.flush()
+    assert usage["render"].cpu_s == pytest.approx(0.1)
+    assert usage["pack"].cpu_s < 0.006
+    assert usage["advantages"].cpu_s == pytest.approx(1)
+
+
 async def test_a_flush_starts_over(recorder: PhaseRecorder, time: Time) -> None:
     async def work() -> None:
         with phase("pack"):

@@ -295,7 +295,7 @@ _ROWS = (
     ("own_loss/{metric}", "1", _MEAN, "What a loss of one's own tells of its tokens, by names of its own: their mean."),
     ("outside/{metric}", "1", _MEAN, "What an outside trainer tells of its steps, by names of its own."),
     ("phase/{name}/wall_s", "s", _SUM, "Wall time in this phase, less phases inside it; concurrent ones add up."),
-    ("phase/{name}/cpu_s", "s", _SUM, "CPU time; on the event loop stretches under 40 µs count as computation."),
+    ("phase/{name}/cpu_s", "s", _SUM, "CPU time; on the event loop stretches under 200 µs count as computation."),
     ("phase/{name}/held_s", "s", _SUM, "Time in which this phase held its process's event loop."),
     ("phase/{name}/lag_p50_s", "s", _MAX, "Loop lag caused by this phase: its turns on the loop, median."),
     ("phase/{name}/lag_p90_s", "s", _MAX, "Loop lag caused by this phase: 90th percentile of its turns on the loop."),

@@ -27,6 +27,11 @@ from tailrace.tracing.watched_tasks import watching_task_factory
 OTHER = "other"
 """What runs on the event loop outside of every phase."""
 
+_CPU_FRESH_NS = 5_000_000
+"""A reading of the CPU clock that is older is renewed when a turn begins. A stretch that turns out to be long is charged
+with what the thread has computed since the last reading, at most: at worst with so much, and what its turn ran before
+it, too much."""
+
 _thread = threading.get_ident
 
 
@@ -105,6 +110,8 @@ class _Clock:
     __slots__ = (
         "_charged",
         "_cpu_ns",
+        "_cpu_read_at_ns",
+        "_cpu_read_ns",
         "_cpu_since_ns",
         "_since_ns",
         "is_loop",
@@ -126,6 +133,9 @@ class _Clock:
         """The totals of `scope`."""
         self._since_ns = 0
         self._cpu_since_ns = -1
+        """Where the CPU clock stood when `scope` began; -1 where it was not read then."""
+        self._cpu_read_at_ns, self._cpu_read_ns = clock_ns(), cpu_clock_ns()
+        """When it was last read, and what it said."""
 
     def begin_turn(self) -> None:
         """A task runs."""
@@ -134,7 +144,10 @@ class _Clock:
             scope = scope.surviving()
         self.turn += 1
         self.runs = True
-        self.start(scope, self.now_ns())
+        now_ns = self.now_ns()
+        if now_ns - self._cpu_read_at_ns > _CPU_FRESH_NS:
+            self._read_cpu(now_ns)
+        self.start(scope, now_ns)
 
     def end_turn(self) -> None:
         """It waits, or has ended."""
@@ -153,16 +166,25 @@ class _Clock:
         if totals is None:
             totals = self.totals[scope.name] = PhaseTotals()
         self._charged = totals
-        self._cpu_since_ns = self._cpu_ns() if totals.mean_ns > LONG_NS or not self.is_loop else -1
+        self._cpu_since_ns = self._read_cpu(now_ns) if totals.mean_ns > LONG_NS or not self.is_loop else -1
 
     def charge(self, now_ns: int) -> None:
         """Time until now was that of the scope in force."""
         totals = self._charged
         if totals is None:
             return
-        held_ns = now_ns - self._since_ns
-        # A stretch that is short is all computation: to ask the system would cost more than it.
-        totals.add(held_ns, held_ns if self._cpu_since_ns < 0 else self._cpu_ns() - self._cpu_since_ns, self.turn)
+        used_ns = held_ns = now_ns - self._since_ns
+        if self._cpu_since_ns >= 0:
+            used_ns = self._read_cpu(now_ns) - self._cpu_since_ns
+        elif held_ns > LONG_NS:  # one that is short is all computation: to ask the system would cost more than it
+            before_ns = self._cpu_read_ns
+            used_ns = min(held_ns, self._read_cpu(now_ns) - before_ns)
+        totals.add(held_ns, used_ns, self.turn)
+
+    def _read_cpu(self, now_ns: int) -> int:
+        cpu_ns = self._cpu_read_ns = self._cpu_ns()
+        self._cpu_read_at_ns = now_ns
+        return cpu_ns
 
 
 class phase:
