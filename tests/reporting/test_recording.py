@@ -21,13 +21,14 @@ from tailrace.records import (
 )
 from tailrace.replay.capture import CaptureWriter
 from tailrace.reporting.advice import HISTORY, advice
-from tailrace.reporting.observer import RunObserver
+from tailrace.reporting.observer import EarlierStarts, RunObserver
 from tailrace.reporting.recording import RunRecorder
 from tailrace.reporting.sinks import JsonlSink, RolloutWriter
 from tailrace.reporting.tokens import TokenWriter
 from tailrace.reporting.totals import RunTotals
 from tailrace.reporting.trackers.hub import Trackers
 from tailrace.run.callbacks import Callbacks
+from tailrace.scheduling import Ledger
 from tailrace.tracing.background import BackgroundWriter
 from tests.reporting.example_run import a_rollout
 
@@ -180,6 +181,18 @@ async def test_nothing_that_is_cut_of_an_evaluation_is_kept(tmp_path: Path) -> N
     assert writer.close()
     assert observer.totals.sum("bias/wasted_tokens") == 0
     assert released == [held_out.rollout_id] * 2
+
+
+async def test_rollouts_of_earlier_starts_are_counted_under_plain_names(tmp_path: Path) -> None:
+    writer = BackgroundWriter()
+    observer = an_observer(tmp_path, writer)
+    earlier = RunTotals([{"step": 1, "scheduler/admitted": 12, "rollout/trained": 4, "policy/version": 1}])
+    observer.begin(EarlierStarts(totals=earlier))
+    assert writer.close()
+    tally = observer.tally(Ledger())
+    assert tally.balances
+    assert tally.by_state == {"trained": 4, "cancelled": 8, "failed": 0, "filtered": 0}
+    assert {type(state) for counts in (tally.by_state, tally.by_reason) for state in counts} == {str}
 
 
 def test_a_stopped_rollout_wastes_its_finished_turns_and_what_it_had_of_the_next_one() -> None:

@@ -119,6 +119,7 @@ def test_the_ledger_of_the_lines_balances_and_knows_what_was_in_flight() -> None
     assert (ledger.admitted, ledger.in_flight) == (24, 24 - 12 - 4 - 4)
     assert ledger.by_state == {"trained": 12, "failed": 4, "filtered": 4, "cancelled": 0}
     assert ledger.by_reason["filtered"] == {"nonfinite": 4}
+    assert {type(state) for state in ledger.by_state} == {str}
 
 
 def test_an_evaluation_tells_its_course_and_is_no_step() -> None:

@@ -154,12 +154,11 @@ class RunObserver(SchedulerObserver):
         if self.totals.steps:
             self._recorder.bias.skip_warmup()
         if lost := self._ledger_before.in_flight:
+            cancelled = str(TerminalState.CANCELLED)
             self._ledger_before += LedgerSummary(
-                in_flight=-lost,
-                by_state={TerminalState.CANCELLED: lost},
-                by_reason={TerminalState.CANCELLED: {RESUMED: lost}},
+                in_flight=-lost, by_state={cancelled: lost}, by_reason={cancelled: {RESUMED: lost}}
             )
-            self._recorder.add(f"rollout/{TerminalState.CANCELLED}/{RESUMED}", lost)
+            self._recorder.add(f"rollout/{cancelled}/{RESUMED}", lost)
 
     def tally(self, ledger: Ledger) -> LedgerSummary:
         """Every rollout of all starts; `ledger` is that of this one."""

@@ -164,7 +164,7 @@ class RunTotals:
         """Every rollout up to the newest line."""
         by_reason = {str(state): self._reasons(state) for state in TerminalState if state is not TerminalState.TRAINED}
         by_state = {state: sum(reasons.values()) for state, reasons in by_reason.items()}
-        by_state[TerminalState.TRAINED] = self.rollouts_trained
+        by_state[str(TerminalState.TRAINED)] = self.rollouts_trained
         terminal = sum(by_state.values())
         admitted = max(terminal, int(self._newest.get("scheduler/admitted", 0)))
         return LedgerSummary(admitted=admitted, in_flight=admitted - terminal, by_state=by_state, by_reason=by_reason)
