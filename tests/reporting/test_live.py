@@ -197,6 +197,11 @@ def test_the_live_view_tells_evaluations_of_several_environments_apart() -> None
     assert "held-out alphabet-sort 0.500 · held-out arithmetic 0.250" in progress_line(view)
 
 
+def test_the_line_of_a_step_counts_those_that_were_skipped() -> None:
+    assert "skipped" not in progress_line(a_view())
+    assert progress_line(replace(a_view(), skipped_steps=3)).startswith("step 38 of 60 · 3 steps skipped · reward")
+
+
 def test_the_live_view_shows_a_run_that_has_nothing_to_show_yet() -> None:
     text = text_of(RunView(name="new", waiting_for="the trainer loads the model"), 80)
     assert "the trainer loads the model" in text

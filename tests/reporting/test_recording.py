@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -7,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tailrace.batching import SampledGroup
+from tailrace.batching import Packing, SampledGroup, form_batch, sample_group
+from tailrace.batching.slices import drained
 from tailrace.records import (
     BatchSummary,
     GenerationRequest,
@@ -18,6 +20,8 @@ from tailrace.records import (
     RolloutId,
     SamplingParams,
     SessionId,
+    StepSkipped,
+    StepTrained,
 )
 from tailrace.replay.capture import CaptureWriter
 from tailrace.reporting.advice import HISTORY, advice
@@ -181,6 +185,26 @@ async def test_nothing_that_is_cut_of_an_evaluation_is_kept(tmp_path: Path) -> N
     assert writer.close()
     assert observer.totals.sum("bias/wasted_tokens") == 0
     assert released == [held_out.rollout_id] * 2
+
+
+async def test_the_first_step_that_is_skipped_for_a_reason_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    writer = BackgroundWriter()
+    observer = an_observer(tmp_path, writer)
+    for step, reason in enumerate(("", "non_finite", "non_finite", "nothing_trainable"), 1):
+        sampled = sample_group(replace(a_group(0.1, 0.2), advantages=[-1.0, 1.0]), oldest_version=0)
+        formed = drained(form_batch([sampled], step=step, trainer_version=1, packing=Packing(512)))
+        trained = StepTrained(epoch="e", step=step, version=1, metrics={})
+        skipped = StepSkipped(epoch="e", step=step, version=1, reason=reason)
+        observer.step_ended(skipped if reason else trained, formed)
+    assert writer.close()
+    assert observer.totals.skipped_steps == 3
+    told = [record.getMessage().partition(":")[0] for record in caplog.records if record.levelno == logging.WARNING]
+    assert told == [
+        "step 2 was skipped, and more of 'non_finite' are only counted",
+        "step 4 was skipped, and more of 'nothing_trainable' are only counted",
+    ]
 
 
 async def test_rollouts_of_earlier_starts_are_counted_under_plain_names(tmp_path: Path) -> None:

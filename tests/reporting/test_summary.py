@@ -76,6 +76,12 @@ def test_the_text_says_of_how_many_steps_the_last_reward_is() -> None:
     assert "0.210 at first, 0.930 over the last 8 steps" in summary_text(several)
 
 
+def test_the_text_says_how_many_steps_were_skipped_where_some_were() -> None:
+    assert "60 in 1:53, policy version 60" in summary_text(a_summary())
+    skipped = msgspec.structs.replace(a_summary(), skipped_steps=3, policy_version=57)
+    assert "60 in 1:53, 3 skipped, policy version 57" in summary_text(skipped)
+
+
 def test_a_ledger_that_does_not_balance_is_not_called_balanced() -> None:
     assert LedgerSummary(admitted=3, in_flight=1, by_state={"trained": 1}).invariant_line().startswith("admitted 3 ≠")
 

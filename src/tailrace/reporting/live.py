@@ -14,7 +14,7 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from tailrace.reporting.formats import clock, compact
+from tailrace.reporting.formats import clock, compact, plural
 from tailrace.reporting.live_rendering import run_screen
 from tailrace.reporting.logs import RecentLines
 from tailrace.reporting.run_view import Pace, RunView
@@ -212,6 +212,8 @@ def progress_line(view: RunView, remaining_s: float | None = None) -> str:
     'step 3 of 60 · reward 0.300 ± 0.100 · staleness 0.8 mean, 0 max · 1:05 left'
     """
     parts = [f"step {view.step:,}" + (f" of {view.max_steps:,}" if view.max_steps else "")]
+    if view.skipped_steps:
+        parts.append(f"{plural(view.skipped_steps, 'step')} skipped")
     if view.rewards.newest is not None:
         spread = "" if view.reward_std is None else f" ± {view.reward_std:.3f}"
         parts.append(f"reward {view.rewards.newest:.3f}{spread}")

@@ -132,6 +132,8 @@ class RunObserver(SchedulerObserver):
         """Rollouts that never finished and are not terminal yet, with the tokens that were sampled for each."""
         self._reported: set[tuple[str, str]] = set()
         """(environment, reason) of failures whose first one is in the log."""
+        self._skipped: set[str] = set()
+        """Reasons for skipped steps whose first one is in the log."""
         self._entries: list[RolloutEntry] = []
 
     def add_gauges(self, *gauges: Gauge) -> None:
@@ -244,6 +246,8 @@ class RunObserver(SchedulerObserver):
         self._recorder.step_ended(formed.batch.summary, formed.groups)
         if isinstance(event, StepTrained):
             self._recorder.update(event.metrics)
+        else:
+            self._tell_skipped(event)
         self._recorder.add("generation/tokens_per_s", rate)
         self._recorder.add("policy/version", event.version)
         self._recorder.add("policy/skipped_steps", float(isinstance(event, StepSkipped)))
@@ -268,6 +272,16 @@ class RunObserver(SchedulerObserver):
         self._last_step_s = now
         self._capture.step_ended()
         _phase_logger.info("step %d: %s", event.step, phase_line(self.latest))
+
+    def _tell_skipped(self, event: StepSkipped) -> None:
+        """The first of its reason."""
+        if event.reason not in self._skipped:
+            self._skipped.add(event.reason)
+            _logger.warning(
+                "step %d was skipped, and more of %r are only counted: it changed no weight, and its rollouts are "
+                "filtered",
+                *(event.step, event.reason),
+            )
 
     def _watch_mismatch(self, step: int) -> None:
         """Raise the alarm where the trainer does not find the log-probabilities that tokens were sampled with."""
@@ -352,6 +366,7 @@ def with_figures(summary: RunSummary, totals: RunTotals, ledger: LedgerSummary) 
         generation_tokens_per_s=_per(generated, totals.wall_s),
         training_tokens_per_s=_per(totals.tokens_trained, totals.wall_s),
         tokens_per_cpu_s=_per(totals.tokens_trained, cpu_s),
+        skipped_steps=totals.skipped_steps,
         mismatched_steps=totals.mismatched_steps,
         length_ratio=ratios.get("bias/length_ratio"),
         loss_length_ratio=ratios.get("bias/loss_length_ratio"),

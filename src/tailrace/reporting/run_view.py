@@ -44,7 +44,9 @@ class RunView:
     elapsed_s: float = 0.0
 
     step: int = 0
-    """Steps trained so far."""
+    """Steps trained so far, skipped ones among them."""
+    skipped_steps: int = 0
+    """Those that changed no weight."""
     max_steps: int | None = None
     rewards: Curve = field(default_factory=Curve)
     """Mean reward of each step so far."""
@@ -127,6 +129,7 @@ def snapshot(
     return replace(
         so_far,
         waiting_for=so_far.waiting_for or _waiting_for(so_far, statistics),
+        skipped_steps=totals.skipped_steps,
         rewards=totals.rewards,
         reward_std=latest.get("reward/std"),
         zero_spread_share=latest.get("group/zero_spread_share"),

@@ -146,6 +146,8 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     staleness_mean: float | None = None
     staleness_max: int | None = None
 
+    skipped_steps: int = 0
+    """Of `steps`, those that changed no weight."""
     mismatched_steps: int = 0
     """Steps in which trainer and generator disagreed about the log-probabilities of fresh tokens: the alarm's."""
 
@@ -236,7 +238,8 @@ def summary_lines(summary: RunSummary) -> list[tuple[str, str]]:
 
 def _steps(summary: RunSummary) -> str:
     starts = f" ({summary.starts:,} starts)" if summary.starts > 1 else ""
-    return f"{summary.steps:,} in {clock(summary.wall_s)}{starts}, policy version {summary.policy_version:,}"
+    skipped = f", {summary.skipped_steps:,} skipped" if summary.skipped_steps else ""
+    return f"{summary.steps:,} in {clock(summary.wall_s)}{starts}{skipped}, policy version {summary.policy_version:,}"
 
 
 def _rewards(summary: RunSummary) -> str:

@@ -125,6 +125,11 @@ class RunTotals:
         return int(self._newest.get("policy/version", 0))
 
     @property
+    def skipped_steps(self) -> int:
+        """Those that changed no weight."""
+        return int(self.sum("policy/skipped_steps"))
+
+    @property
     def staleness_mean(self) -> float:
         """Over tokens that bore loss."""
         return self._staleness_sum / max(1, self.tokens_trained)
