@@ -6,7 +6,6 @@ import asyncio
 import concurrent.futures
 import logging
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine
@@ -14,6 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, ParamSpec, TypeVar
 
 from tailrace.cancelling import cancelled
+from tailrace.lifecycle.standard_streams import give_up_unwritable_streams, open_missing_streams
 
 ParamT = ParamSpec("ParamT")
 ResultT = TypeVar("ResultT")
@@ -54,6 +54,7 @@ def run_on_event_loop(work: Coroutine[Any, Any, ResultT]) -> ResultT:
 
     It names them in the log and leaves the loop open: the process is about to end (`force_exit_if_threads_hang`).
     """
+    open_missing_streams()  # of a user's program, too
     runner = asyncio.Runner(loop_factory=loop_factory())
     threads = _Threads()
     runner.get_loop().set_default_executor(threads)
@@ -93,8 +94,7 @@ def _exit_later(status: int, within_s: float) -> None:
 
 def _exit_now(status: int) -> None:
     logging.shutdown()
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+    give_up_unwritable_streams()
     os._exit(status)
 
 
