@@ -5,6 +5,7 @@ Each message says what was found, what was expected and what to do about it, and
     TailraceError
     ├── SettingsError, DataError, ModelError        end the command with exit code 2
     │   └── NotAnswering (a SettingsError), HubNotAnswering (a ModelError)      with 1: it may pass
+    ├── OutputLost                                  a command's result cannot be printed
     ├── RolloutError                                costs one rollout, under a reason that is counted
     │   ├── RolloutTimeout, EnvironmentFailed, InvalidReward, BudgetExceeded
     │   │   └── WorkerLost, ProgramFailed, ClientLost (an EnvironmentFailed)
@@ -57,6 +58,15 @@ class ModelError(TailraceError):
 
 class HubNotAnswering(ModelError):
     """No hub answers, and its files are in no cache. Ends the command with exit code 1."""
+
+
+class OutputLost(TailraceError):
+    """Standard output does not take what a command found. Ends the command with exit code 1, unless files have it."""
+
+    def __init__(self, error: OSError) -> None:
+        super().__init__(f"standard output takes nothing more: {error.strerror}")
+        self.reader_has_left = isinstance(error, BrokenPipeError)
+        """As `head` does when it has read enough: that is no mistake of anybody's."""
 
 
 class RolloutError(TailraceError):

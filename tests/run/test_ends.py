@@ -6,9 +6,14 @@ import asyncio
 import contextlib
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -24,17 +29,20 @@ from tailrace.run.callbacks import Callbacks
 from tailrace.training.checkpoints.files import StagedCheckpoint
 from tailrace.transport.events.log import FileEventLog
 from tests.run.runs import (
+    IMPORTS,
     PATIENCE_S,
     REPORT,
     RESUMED,
     ROLES,
     TINY,
+    WITHOUT_MODEL,
     command,
     environment,
     records,
     run_inline,
     trained_tasks,
 )
+from tests.support.lost_output import closed_pipe, full_disk
 from tests.support.run_environments import released
 
 ASKING = [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGUSR1, 75)]
@@ -356,3 +364,23 @@ def test_users_threads_that_never_return_do_not_keep_the_command_from_ending(
         assert (status, run.leftovers()) == (0, []), printed
     assert "as they do not return" in (run.folder / "logs" / "orchestrator.log").read_text()
     assert "admitted" in printed  # the summary
+
+
+@pytest.mark.parametrize("lost", [closed_pipe, full_disk])
+def test_what_cannot_be_printed_in_the_end_changes_no_status(
+    tmp_path: Path, lost: Callable[[], AbstractContextManager[Any]]
+) -> None:
+    chosen = [*TINY, *environment("words"), *WITHOUT_MODEL, "--name", "run", "--max_steps", "1"]
+    with lost() as nowhere:
+        done = subprocess.run(
+            [sys.executable, "-m", "tailrace", "train", "quickstart", *chosen],
+            cwd=tmp_path,
+            env={**os.environ, **IMPORTS},
+            stdout=nowhere,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+            timeout=PATIENCE_S,
+        )
+    assert (done.returncode, read_summary(tmp_path / "runs" / "run").exit_code) == (0, 0), done.stderr
+    assert "Traceback" not in done.stderr

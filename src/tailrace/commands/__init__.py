@@ -33,13 +33,13 @@ from typing import Annotated, Any, get_type_hints
 import tyro
 
 from tailrace import __version__
-from tailrace.commands.arguments import show, show_error
+from tailrace.commands.arguments import printing, show, show_error
 from tailrace.commands.catalogue import Environments, FetchSmollm2, Recipes, Settings
 from tailrace.commands.clusters import Cluster
 from tailrace.commands.generators import Join, Key, Leave, Serve
 from tailrace.commands.offline import Replay, Simulate, Ui
 from tailrace.commands.runs import Evaluate, Train, Try
-from tailrace.errors import SettingsError, TailraceError
+from tailrace.errors import OutputLost, SettingsError, TailraceError
 
 __all__ = [
     "Cluster",
@@ -90,8 +90,13 @@ def status_of(given: Sequence[str]) -> int:
             show(f"tailrace {__version__}")
             return ExitCode.FINISHED
         _require_command(given)
-        command, overrides = parse(given)
+        with printing():  # help
+            command, overrides = parse(given)
         return command(overrides)
+    except OutputLost as lost:
+        if not lost.reader_has_left:
+            show_error(str(lost))
+        return exit_code_of(lost)
     except TailraceError as error:
         show_error(str(error))
         return exit_code_of(error)

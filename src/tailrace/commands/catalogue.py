@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from tailrace.commands.arguments import refuse, show
+from tailrace.commands.arguments import refuse, show, show_rendered, write_out
 
 
 @dataclass(frozen=True)
@@ -27,7 +25,7 @@ class Recipes:
         table = Table(box=None, pad_edge=False, show_header=False)
         for name, description in list_recipes().items():
             table.add_row(f"[bold]{name}[/]", escape(description))
-        Console().print(table)
+        show_rendered(table)
         return 0
 
 
@@ -43,7 +41,7 @@ class Settings:
         from tailrace.config import settings_reference, simulation_reference
 
         refuse(overrides)
-        sys.stdout.write(settings_reference() if self.of == "run" else simulation_reference())
+        write_out(settings_reference() if self.of == "run" else simulation_reference())
         return 0
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import tyro
 
-from tailrace.commands.arguments import Name, PerNode, Quantity, Recipe, show_progress
+from tailrace.commands.arguments import Name, PerNode, Quantity, Recipe, show_progress, write_out
 from tailrace.errors import SettingsError
 
 
@@ -60,7 +59,7 @@ class Cluster:
                 f"{', '.join(names)} may hold keys, which are rendered as they are: let their values name variables "
                 'of the environment in their place ("Bearer $MCP_KEY")'
             )
-        sys.stdout.write(rendered)
+        write_out(rendered)
         return 0
 
     def _rendered(self, settings: Any, overrides: list[str]) -> str:

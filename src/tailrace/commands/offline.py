@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -12,7 +11,17 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from tailrace.commands.arguments import TABLE_WIDTH, KeyFile, Save, refuse, run_to_end, show
+from tailrace.commands.arguments import (
+    TABLE_WIDTH,
+    KeyFile,
+    Save,
+    refuse,
+    run_to_end,
+    show,
+    show_progress,
+    show_rendered,
+    write_out,
+)
 from tailrace.errors import SettingsError
 from tailrace.extras import extra_needed
 from tailrace.user_code import modules_in
@@ -46,11 +55,11 @@ class Simulate:
         runs = []
         for plan in load_plans(self.plan, overrides, sweep=self.sweep):
             runs.append(simulate(plan))
-            Console(stderr=True).print(f"  {plan.name}: {runs[-1].duration_s / 3600:.1f} h simulated", highlight=False)
+            show_progress(f"  {plan.name}: {runs[-1].duration_s / 3600:.1f} h simulated")
         if self.json:
-            sys.stdout.write(json.dumps([record(run) for run in runs]) + "\n")
+            write_out(json.dumps([record(run) for run in runs]) + "\n")
         else:
-            Console().print(comparison(runs))
+            show_rendered(comparison(runs))
         if self.png is not None:
             from tailrace.simulation.charts import timeline_png
 
@@ -97,7 +106,7 @@ class Replay:
             table.add_column(heading, no_wrap=True, justify="left" if heading == HEADINGS[0] else "right")
         for row in rows(costs):
             table.add_row(*row)
-        Console(width=max(TABLE_WIDTH, Console().width)).print(table)
+        show_rendered(table, width=max(TABLE_WIDTH, Console().width))
         if self.json:
             show(as_json(costs))
         return 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -19,7 +20,7 @@ from tailrace.commands.arguments import (
     show_progress,
     terminal_columns,
 )
-from tailrace.errors import SettingsError
+from tailrace.errors import OutputLost, SettingsError
 
 
 @dataclass(frozen=True)
@@ -71,11 +72,12 @@ class Train:
             resume_with = f"tailrace train {shlex.quote(self.recipe)} --name {settings.name} --resume"
             recipe = read_settings_file(self.recipe)
             summary = run_to_end(train(settings, recipe=recipe, resume_with=resume_with))
-        show(summary_text(summary, terminal_columns()))
-        show(f"  in          runs/{settings.name}")
         stopped = (ExitCode.INTERRUPTED, ExitCode.TERMINATED, ExitCode.PREEMPTED)
-        if summary.exit_code in stopped and summary.checkpoint_path:
-            show(f"  go on with  {resume_with}")
+        with suppress(OutputLost):  # all of it is in the run's folder, and its status is the run's
+            show(summary_text(summary, terminal_columns()))
+            show(f"  in          runs/{settings.name}")
+            if summary.exit_code in stopped and summary.checkpoint_path:
+                show(f"  go on with  {resume_with}")
         return summary.exit_code
 
 
@@ -116,11 +118,13 @@ class Evaluate:
         with placed(self.recipe, overrides):
             measured = evaluate_model(settings, limit=self.limit, greedy=self.greedy, report_progress=show_progress)
             found = run_to_end(measured)
-        if self.show > 0:
-            show(evaluation_samples(found, self.show) + "\n")
-        show(evaluation_json(found) if self.json else evaluation_text(settings.model.name, found))
-        if self.save is not None:
-            save_rollouts(found, self.save, "--save")
+        try:
+            if self.show > 0:
+                show(evaluation_samples(found, self.show) + "\n")
+            show(evaluation_json(found) if self.json else evaluation_text(settings.model.name, found))
+        finally:  # the one may fail where the other does not
+            if self.save is not None:
+                save_rollouts(found, self.save, "--save")
         failures = unevaluated(found)
         for failure in failures:
             show_error(failure)
