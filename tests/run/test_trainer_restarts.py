@@ -124,6 +124,17 @@ async def test_a_trainer_that_loads_hears_its_end_where_another_launcher_started
         await trainer.close()
 
 
+async def test_a_trainer_that_loads_is_not_waited_for_at_the_end(tmp_path: Path) -> None:
+    """It hears nothing before it has loaded, and this one never has."""
+    async with LocalLauncher("epoch", tmp_path / "logs") as launcher:
+        never = RestartHistory(RestartSettings(per_role=0))
+        trainer = TrainerLives(cast(RoleStarter, OneRank(launcher)), MemoryEventLog("epoch"), never)
+        async with asyncio.timeout(30):
+            await trainer.leave()
+        assert "trainer" not in launcher.pids()
+        await trainer.close()
+
+
 @pytest.mark.parametrize(
     ("checkpoint_every_steps", "again"), [("3", range(1, 40)), pytest.param("0", [0], marks=pytest.mark.long)]
 )

@@ -34,6 +34,12 @@ CLOSE_S = 5.0
 _LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}
 
 
+def require_free_port(settings: GatewaySettings) -> None:
+    """Raise `SettingsError` where a port of its own is another's, before anything is started that would need it."""
+    if settings.port:
+        _listener(settings).close()
+
+
 class Gateway(Endpoints):
     """HTTP endpoints for rollouts' policies, served on the running event loop. Close it, or use it as a context.
 
