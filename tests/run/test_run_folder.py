@@ -66,6 +66,23 @@ def test_settings_and_metrics_that_are_replaced_outlive_a_loss_of_power(
     assert {path.stat().st_ino for path in (paths.settings, paths.recipe, paths.metrics, paths.root)} <= synced
 
 
+def test_what_a_full_disk_cut_short_is_left_out_where_a_run_is_resumed(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    paths.metrics.write_text('{"step": 1}\n{"step": 2, "rew\n{"step": 2}\n{"ste')
+    wind_back(paths, 2)
+    assert paths.metrics.read_text() == '{"step": 1}\n{"step": 2}\n'
+    assert not paths.superseded.exists()
+
+
+def test_a_line_that_was_cut_short_takes_none_of_the_next_superseded_ones_with_it(tmp_path: Path) -> None:
+    paths, name = RunPaths(tmp_path), "step_000003.jsonl"
+    paths.rollouts.mkdir()
+    for text in ('{"rollout_id": "a"}\n{"roll', '{"rollout_id": "b"}\n'):
+        (paths.rollouts / name).write_text(text)
+        wind_back(paths, 2)
+    assert (paths.superseded / name).read_text().splitlines()[1:] == ['{"roll', '{"rollout_id": "b"}']
+
+
 def test_a_long_run_is_wound_back_line_by_line(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
     line_bytes = write_long_metrics(paths.metrics)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Literal, TypeAlias
@@ -78,7 +78,7 @@ class JsonlSink:
 
     def _append(self, record: dict[str, Json]) -> None:
         with phase("write_metrics"):
-            _append_bytes(self._path, msgspec.json.encode(record) + b"\n")
+            append_lines(self._path, [msgspec.json.encode(record) + b"\n"])
 
 
 class WaitingRollouts:
@@ -146,7 +146,7 @@ def _append_rollouts(path: Path, step: int, entries: Iterator[RolloutEntry]) -> 
     with phase("write_rollouts") as writing:
         data = b"".join(encode_line(rollout_record(entry, step)) for entry in entries)
         writing.add_bytes(len(data))
-        _append_bytes(path, data)
+        append_lines(path, [data])
 
 
 def _taken(entries: deque[RolloutEntry]) -> Iterator[RolloutEntry]:
@@ -234,11 +234,12 @@ def _lines(path: Path) -> Iterator[bytes]:
                 yield stripped
 
 
-def _append_bytes(path: Path, data: bytes) -> None:
-    """Append whole lines; a line that an earlier failure cut short is ended first."""
+def append_lines(path: Path, lines: Iterable[bytes]) -> None:
+    """Append whole lines; a line that an earlier failure cut short is ended first. Raises `OSError`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a+b") as file:
         if file.tell() > 0:
             file.seek(-1, os.SEEK_END)
-            data = data if file.read(1) == b"\n" else b"\n" + data
-        file.write(data)
+            if file.read(1) != b"\n":
+                file.write(b"\n")
+        file.writelines(lines)

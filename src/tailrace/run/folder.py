@@ -7,7 +7,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from itertools import compress
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from tailrace.config import (
 from tailrace.errors import DataError, SettingsError
 from tailrace.guards import decoded
 from tailrace.output_files import part_of, replace_durably, replacing_durably
-from tailrace.reporting.sinks import step_of_path
+from tailrace.reporting.sinks import append_lines, step_of_path
 from tailrace.reporting.tokens.files import files_in
 from tailrace.run.notices import NOTICE
 from tailrace.run.ownership import OWNER_FILE, Ownership, own_folder
@@ -285,7 +285,7 @@ def wind_back(paths: RunPaths, step: int) -> None:
     try:
         _wind_metrics_back(paths, step)
         for path in rollouts:
-            _append(paths.superseded / path.name, [path.read_bytes()])
+            append_lines(paths.superseded / path.name, [path.read_bytes()])
             path.unlink()
         for found in files_in(paths.tokens):
             if found.moment.step > step:
@@ -296,13 +296,16 @@ def wind_back(paths: RunPaths, step: int) -> None:
 
 
 def _wind_metrics_back(paths: RunPaths, step: int) -> None:
-    """Line by line: those of a long run come to gigabytes. Raises `OSError`."""
-    goes = [_step_of(line) > step for line in _lines(paths.metrics)]
-    if not any(goes):
+    """Line by line: those of a long run come to gigabytes. What a full disk cut short is left out. Raises `OSError`."""
+    steps = [_step_of(line) for line in _lines(paths.metrics)]
+    goes = [one is not None and one > step for one in steps]
+    stays = [one is not None and one <= step for one in steps]
+    if all(stays):
         return
-    _append(paths.superseded / paths.metrics.name, compress(_lines(paths.metrics), goes))
+    if any(goes):
+        append_lines(paths.superseded / paths.metrics.name, compress(_lines(paths.metrics), goes))
     with replacing_durably(paths.metrics) as file:
-        file.writelines(compress(_lines(paths.metrics), (not one for one in goes)))
+        file.writelines(compress(_lines(paths.metrics), stays))
 
 
 def count_starts(paths: RunPaths) -> int:
@@ -328,12 +331,6 @@ def _lines(path: Path) -> Iterator[bytes]:
             yield from file
 
 
-def _append(path: Path, lines: Iterable[bytes]) -> None:
-    path.parent.mkdir(exist_ok=True)
-    with path.open("ab") as file:
-        file.writelines(lines)
-
-
-def _step_of(line: bytes) -> int:
-    """0 for a line that a crash cut short."""
-    return decoded(lambda: msgspec.json.decode(line, type=_MetricsLine).step) or 0
+def _step_of(line: bytes) -> int | None:
+    """None for a line that was cut short."""
+    return decoded(lambda: msgspec.json.decode(line, type=_MetricsLine).step)
