@@ -123,6 +123,20 @@ def test_an_argument_that_the_environment_refuses_is_told_with_its_file_and_line
     assert f"run.toml, line {line}: environment.args" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "command", [["train", "quickstart"], ["train", "quickstart", "--dry-run"], ["eval", "quickstart"]]
+)
+def test_a_folder_that_was_removed_under_the_command_is_told_in_a_sentence(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: list[str]
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert main(command) == 2
+    said = "error the folder that this runs in is gone (No such file or directory): change to another\n"
+    assert capsys.readouterr().err == said
+
+
 WORDS = """
 from tailrace.environments import EnvironmentSpec, Observation
 

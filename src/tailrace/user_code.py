@@ -18,6 +18,14 @@ from pathlib import Path, PurePath
 from tailrace.errors import SettingsError, TailraceError
 
 
+def working_folder() -> str:
+    """The folder that the command runs in. Raises `SettingsError` where somebody removed it."""
+    try:
+        return os.getcwd()
+    except OSError as error:
+        raise SettingsError(f"the folder that this runs in is gone ({error.strerror}): change to another") from error
+
+
 @contextmanager
 def modules_in(*folders: Path) -> Iterator[None]:
     """Modules in these folders are found too, here and in processes that are started meanwhile."""
@@ -82,7 +90,7 @@ def _as_a_file(module_name: str) -> str:
 
 def _import_module(module_name: str, what: str) -> object:
     """Import, also from the folder the command runs in, which a console script does not look into by itself."""
-    if (here := os.getcwd()) not in sys.path and "" not in sys.path:
+    if (here := working_folder()) not in sys.path and "" not in sys.path:
         sys.path.insert(0, here)
     if "/" in module_name or module_name.startswith("."):
         raise SettingsError(f"{what}: no module has such a name{_as_a_file(module_name)}")

@@ -43,7 +43,7 @@ from tailrace.config.sources import (
     read_settings_file,
 )
 from tailrace.errors import SettingsError
-from tailrace.user_code import modules_in
+from tailrace.user_code import modules_in, working_folder
 
 __all__ = [
     "CONFIG_FILE",
@@ -137,6 +137,7 @@ def placed(recipe: str, overrides: Sequence[str] = ()) -> Iterator[None]:
 def placed_at(places: Places) -> Iterator[None]:
     """`placed`, of settings whose places are known."""
     path = Path(places.file.path)
+    working_folder()  # which much of what follows asks for
     try:
         with modules_in(*module_folders(path)) if path.suffix == ".toml" else nullcontext():
             yield
