@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
+import socket
 from collections import Counter
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -282,6 +283,25 @@ async def test_a_checkpoint_of_other_environments_is_refused(tmp_path: Path) -> 
     summary = await run_inline(tmp_path, *environment("troubled"), "--max_steps", "2", *RESUMED)
     assert (summary.status, summary.exit_code) == (RunStatus.FAILED, 2)
     assert "resume with the same environments" in summary.reason
+
+
+async def test_a_port_that_is_taken_is_told_before_anything_is_started(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(SettingsError, match=rf"gateway.port = {port}: cannot listen there \(Address already"):
+            await run_inline(tmp_path, "--max_steps", "1", "--gateway.port", str(port))
+    assert not (tmp_path / "run").exists()
+
+
+async def test_a_disk_that_takes_neither_the_scheduler_s_state_nor_a_last_save_is_told_of_both(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    for name in ("scheduler", "checkpoints"):
+        (tmp_path / "run" / name).write_text("a file where the folder should be")
+    summary = await run_inline(tmp_path, "--max_steps", "1", *RESUMED)
+    assert (summary.status, summary.exit_code) == (RunStatus.FAILED, 1)
+    first, _, then = summary.reason.partition("; then ")
+    assert first.startswith(f"orchestrator: cannot write {tmp_path / 'run/scheduler/step_000001.json'} (")
+    assert "cannot be written" in then
 
 
 async def test_a_disk_that_takes_no_checkpoint_fails_the_run(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 from typing_extensions import override
 
 from tailrace.cancelling import cancelled
@@ -258,9 +259,15 @@ class Orchestrator(WeightListener, ReplicaListener):
             self._roles.trainer.published()
 
     def _ended(self, follower: asyncio.Task[TrainerEnded]) -> TrainerEnded:
-        """The terminal record; one of our own where an event could not be handled, or no record could be read."""
+        """The terminal record; one of our own where an event could not be handled, or no record could be read.
+
+        Where the last save of a run that fails does so as well, both are told: the same disk is full, perhaps.
+        """
         if follower.exception() is None:
-            return follower.result()
+            ended, stop = follower.result(), self._stop
+            if stop is None or stop.status is not RunStatus.FAILED or stop.reason in ended.reason:
+                return ended
+            return msgspec.structs.replace(ended, reason=f"{stop.role}: {stop.reason}; then {ended.reason}")
         self.error = follower.exception()
         _logger.error("the run failed: %s", self.error, exc_info=self.error)
         epoch, reason = self._log.epoch, f"{ROLE}: {self.error}"
