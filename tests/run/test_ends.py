@@ -22,7 +22,7 @@ from tailrace.cli import main
 from tailrace.lifecycle.signals import until_stopped
 from tailrace.records import RunStatus
 from tailrace.reporting.metrics import StepMetrics
-from tailrace.reporting.summary import read_summary
+from tailrace.reporting.summary import RunSummary, read_summary
 from tailrace.reporting.trackers.hub import Trackers
 from tailrace.run import roles, started_roles, watchdog
 from tailrace.run.callbacks import Callbacks
@@ -199,6 +199,19 @@ async def test_a_signal_stops_in_order_with_a_last_save(tmp_path: Path, number: 
     assert Path(summary.checkpoint_path).is_dir()
     assert (tmp_path / "run" / "summary.json").is_file()
     assert summary.ledger.balances
+
+
+@pytest.mark.parametrize("code", [code for _, code in ASKING])
+def test_a_command_that_a_signal_stopped_says_how_to_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], code: int
+) -> None:
+    async def stopped(*_: object, **__: object) -> RunSummary:
+        return RunSummary(name="run", status=RunStatus.CANCELLED, exit_code=code, checkpoint_path="step_000002")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("tailrace.run.training.train", stopped)
+    assert main(["train", "quickstart", "--name", "run"]) == code
+    assert "go on with  tailrace train quickstart --name run --resume" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("moment", [(FileEventLog, "close"), (Trackers, "summarise")], ids=["closing", "writing"])

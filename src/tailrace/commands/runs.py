@@ -72,7 +72,7 @@ class Train:
             resume_with = f"tailrace train {shlex.quote(self.recipe)} --name {settings.name} --resume"
             recipe = read_settings_file(self.recipe)
             summary = run_to_end(train(settings, recipe=recipe, resume_with=resume_with))
-        stopped = (ExitCode.INTERRUPTED, ExitCode.TERMINATED, ExitCode.PREEMPTED)
+        stopped = (ExitCode.INTERRUPTED, ExitCode.TERMINATED, ExitCode.HUNG_UP, ExitCode.PREEMPTED)
         with suppress(OutputLost):  # all of it is in the run's folder, and its status is the run's
             show(summary_text(summary, terminal_columns()))
             show(f"  in          runs/{settings.name}")
