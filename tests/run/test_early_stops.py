@@ -14,14 +14,20 @@ import psutil
 import pytest
 
 from tailrace.errors import DataError
+from tailrace.records import RunStatus
+from tailrace.reporting.summary import read_summary
 from tailrace.run.folder import open_run_folder, record_settings
 from tests.run.runs import IMPORTS, PATIENCE_S, TINY, WITHOUT_MODEL, command, environment, run_inline, tiny_settings
 from tests.support.descendants import still_run
+from tests.support.faults import Fault
+from tests.support.light_roles import REFUSAL
 from tests.transport.test_owned_folders import DIES_WITH_RESOURCES
 
 pytestmark = pytest.mark.skipif(not Path("/proc").exists(), reason="looks at processes through /proc")
 
 Moment = Callable[[int, Path], bool]
+SOON_S = 60.0
+"""Less than the deadline of a last save, and far more than such a run takes."""
 CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
 
 
@@ -95,6 +101,21 @@ def test_one_signal_at_any_moment_of_the_start_ends_a_run_with_its_code(
             assert still_run(children, PATIENCE_S) == []
         finally:
             process.kill()
+
+
+def test_a_start_that_fails_waits_for_no_trainer_that_loads_and_saves_nothing(tmp_path: Path) -> None:
+    held = Fault(tmp_path / "fault", "trainer", "hangs", "trainer startup")
+    held.folder.mkdir()
+    refused = (*WITHOUT_MODEL, "--placement", "tests.support.light_roles:RefusingLauncher", "--max_steps", "1")
+    with command(tmp_path, *refused, variables=held.variables) as run:
+        printed, _ = run.process.communicate(timeout=SOON_S)
+        assert (run.process.returncode, run.leftovers()) == (2, []), printed
+        summary = read_summary(run.folder)
+    assert summary is not None
+    assert summary.status is RunStatus.FAILED
+    assert REFUSAL in summary.reason
+    assert not (run.folder / "checkpoints" / "step_000000").exists()
+    assert not psutil.pid_exists(int(held.mark("reached-0").read_text()))
 
 
 async def test_the_name_of_a_run_that_was_stopped_before_its_first_step_is_free(tmp_path: Path) -> None:

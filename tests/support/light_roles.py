@@ -10,16 +10,20 @@ import contextlib
 import itertools
 import shutil
 import sys
+import time
 import zlib
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
+from typing import ClassVar
 
 import msgspec
 import numpy as np
 from typing_extensions import override
 
 from tailrace.environments import EnvironmentSpec, Policy, Task
-from tailrace.errors import TailraceError
+from tailrace.errors import SettingsError, TailraceError
 from tailrace.generation.engine_thread.generator import Generator
 from tailrace.generation.engines.protocol import SampledTokens
 from tailrace.generation.engines.simulated import SimulatedEngine, simulated_logprobs
@@ -41,7 +45,7 @@ from tailrace.run.roles import RoleSettings
 from tailrace.run.transports import TrainerEnds
 from tailrace.transport.batches.queue import BatchReceiver
 from tailrace.transport.events.log import EventLog
-from tests.support.faults import PATIENCE_S, is_deaf, passing, stands_ready
+from tests.support.faults import PATIENCE_S, Fault, is_deaf, passing, stands_ready
 
 _STEP_S = 0.01
 _SOME = 4
@@ -60,15 +64,24 @@ async def leave_when_told(role: Role) -> None:
 class LightLauncher(LocalLauncher):
     """Starts this trainer and these generators in place of the run's own; any other role is the run's."""
 
+    roles: ClassVar[Mapping[str, str]] = {"trainer": "trainer", "generator": "generator"}
+    """Functions of this module, by what the names of roles begin with."""
+
     @override
     def start(self, spec: RoleSpec, *, is_replaceable: bool = False) -> RoleHandle:
         stands_ready("orchestrator")
-        for light in (trainer, generator):
-            if spec.name.startswith(light.__name__):
-                spec = replace(spec, entry=f"{__name__}:{light.__name__}")
+        for name, role in self.roles.items():
+            if spec.name.startswith(name):
+                spec = replace(spec, entry=f"{__name__}:{role}")
         handle = super().start(spec, is_replaceable=is_replaceable)
         passing("orchestrator startup")  # with a child that has just been started
         return handle
+
+
+class RefusingLauncher(LightLauncher):
+    """Its generators refuse their settings."""
+
+    roles = MappingProxyType({**LightLauncher.roles, "generator": "refusing_generator"})
 
 
 async def stay_if_deaf() -> None:
@@ -114,6 +127,23 @@ async def generator(role: Role) -> None:
     await settings.transports().serve_generator(role, lambda payloads: Generator(engine, weights, payloads=payloads))
     passing("generator end")
     await stay_if_deaf()
+
+
+REFUSAL = "generator.slots is more than this engine has"
+
+
+async def refusing_generator(role: Role) -> None:
+    """Refuses its settings as it builds its engine, once the run is at the place of its fault."""
+    settings = msgspec.json.decode(role.spec.settings, type=RoleSettings)
+    weights, fault = settings.run.generator.weights, Fault.asked_for()
+    assert fault is not None
+
+    def engine() -> SimulatedEngine:
+        while not fault.mark("reached-0").exists():
+            time.sleep(_STEP_S)
+        raise SettingsError(REFUSAL)
+
+    await settings.transports().serve_generator(role, lambda payloads: Generator(engine, weights, payloads=payloads))
 
 
 class _FaultyEngine(SimulatedEngine):

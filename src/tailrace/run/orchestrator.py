@@ -4,8 +4,8 @@
              record
     work     schedules, evaluates, watches the roles; when it fails, or every task is done, the trainer is asked to stop
 
-The trainer alone ends a run, by its terminal record. Where it is gone without one, or a run is cancelled whose trainer
-still loads, this writes it in its place. After a run that finished, it waits for evaluations that are due.
+The trainer alone ends a run, by its terminal record. Where it is gone without one, or still loads when the run is
+cancelled or fails, this writes it in its place. After a run that finished, it waits for evaluations that are due.
 """
 
 from __future__ import annotations
@@ -301,8 +301,9 @@ class Orchestrator(WeightListener, ReplicaListener):
         stop, status = self._cut_short, RunStatus.FAILED
         if follower.done():
             return
-        if stop is not None and stop.status is RunStatus.CANCELLED and self._roles.trainer.is_loading:
-            status, why = stop.status, f"{stop.role}: {stop.reason}"
+        if stop is not None and stop.role == ROLE and self._roles.trainer.is_loading:
+            status = stop.status
+            why = str(self.error or stop.reason) if status is RunStatus.FAILED else f"{ROLE}: {stop.reason}"
         elif missing := await self._unanswered(follower):
             why = str(self.error or missing)
         else:
