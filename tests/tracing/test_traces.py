@@ -1,7 +1,13 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import threading
+import time
 from pathlib import Path
+
+import pytest
+from typing_extensions import override
 
 from tailrace.tracing.phases import PhaseRecorder, phase
 from tailrace.tracing.traces import TraceWriter, join_trace, remove_parts
@@ -67,6 +73,53 @@ async def test_a_trace_keeps_to_its_size_and_tells_what_it_left_out(tmp_path: Pa
     notes = [event for event in events if event["name"] == "trace_is_full"]
     assert (tmp_path / "trace.json").stat().st_size < 25_000
     assert len(notes) == 1
+
+
+class _HeldTrace(TraceWriter):
+    """Its disk takes nothing from the time on that `is_held` is set, until `released` is."""
+
+    is_held, released = False, threading.Event()
+
+    @override
+    def _append(self, lines: bytes) -> None:
+        assert not self.is_held or self.released.wait(60)
+        super()._append(lines)
+
+
+def test_what_a_slow_disk_does_not_take_is_counted_in_the_trace(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trace = _HeldTrace(tmp_path / "parts", "generator", max_bytes=16_000_000)
+    trace.is_held = True
+    for number in range(25_600):
+        trace.add_span("generate", "requests", 0, began_ns=number, duration_ns=1)
+    trace.released.set()
+    trace.close()
+    join_trace(tmp_path / "parts", tmp_path / "trace.json")
+    events = read_trace(tmp_path / "trace.json")
+    (note,) = (event for event in events if event["name"] == "trace_is_full")
+    assert 0 < len(spans(events)) < 25_600
+    assert len(spans(events)) + note["args"]["dropped"] == 25_600
+    assert "spans are left out of the trace" in caplog.text
+    assert "sinks/dropped_records" not in caplog.text
+
+
+def test_what_comes_after_the_end_of_a_trace_is_let_go_silently(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trace = TraceWriter(tmp_path / "parts", "orchestrator", max_bytes=1_000_000)
+    trace.add_span("train", "optimizer steps", 0, began_ns=time.monotonic_ns(), duration_ns=1)
+    trace.close()
+    with caplog.at_level(logging.DEBUG):
+        trace.add_span("train", "optimizer steps", 0, began_ns=time.monotonic_ns() + 2 * 10**9, duration_ns=1)
+        trace.add_value("event-loop lag", "ms", time.monotonic_ns(), 1.5)
+        trace.flush()
+        trace.close()
+    assert caplog.text == ""
+    join_trace(tmp_path / "parts", tmp_path / "trace.json")
+    events = read_trace(tmp_path / "trace.json")
+    assert len(spans(events)) == 1
+    assert not [event for event in events if event["name"] == "trace_is_full"]
 
 
 async def test_the_parts_of_all_processes_become_one_file(tmp_path: Path) -> None:

@@ -10,17 +10,20 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+_OF_SINKS = "records are dropped (counted in sinks/dropped_records)"
+
 _logger = logging.getLogger(__name__)
 
 
 class BackgroundWriter:
     """Runs jobs (each writes one record or one file) in order, in one thread, behind a bounded queue."""
 
-    def __init__(self, *, queue_records: int = 256) -> None:
+    def __init__(self, *, queue_records: int = 256, when_full: str = _OF_SINKS) -> None:
+        """`when_full` is what is dropped where there is no room, and where that is counted: for the log."""
         self.dropped = self.failed = 0
         """Jobs that found the queue full or closed; jobs that raised."""
         self._jobs: deque[Callable[[], None]] = deque()
-        self._queue_records = queue_records
+        self._queue_records, self._when_full = queue_records, when_full
         self._changed = threading.Condition()
         """Guards all but the counts above; told when a job comes or ends, when it is closed and when it is to hurry."""
         self._closed = self._is_busy = False
@@ -44,7 +47,7 @@ class BackgroundWriter:
         """Count a record that its sink could not take."""
         self.dropped += 1
         if self.dropped == 1:
-            _logger.warning("the disk is slower than this run: records are dropped (counted in sinks/dropped_records)")
+            _logger.warning("the disk is slower than this run: %s", self._when_full)
 
     def hurry(self, limit_s: float) -> None:
         """`close` waits for so long at most; one that waits already, for so long from now on."""

@@ -5,8 +5,8 @@
 
 Times are Unix time in whole microseconds, so that parts of several hosts lie beside each other as well as their clocks
 agree. What overlaps lies in lanes: `rollouts 0`, `rollouts 1`, ... are one track each, and in one lane spans nest. The
-bytes of a process are bounded; what comes after is counted. Format: "Trace Event Format", Chromium project (complete,
-counter and metadata events).
+bytes of a process are bounded; what comes after is counted, and so is what its disk is too slow for. Format: "Trace
+Event Format", Chromium project (complete, counter and metadata events).
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ _EVENTS_AT_ONCE = 256
 _HELD_NS = 1_000_000_000
 """A reader sees what happened that long ago, if something has happened since."""
 _QUEUED_WRITES = 64
+_WHEN_FULL = "spans are left out of the trace, which counts them at its end"
 _AFTER_CUT_LINE = b" \n"
 """Ends a line that an earlier life's end cut short, so that no event ends it: it is left out when parts are joined."""
 
@@ -50,14 +51,14 @@ class TraceWriter:
     def __init__(self, folder: Path, process: str, *, max_bytes: int) -> None:
         """Write `folder/<process>.events`, at most `max_bytes` of it, after what an earlier life of the process did."""
         self._path = folder / (process + _PART_SUFFIX)
-        self._writer = BackgroundWriter(queue_records=_QUEUED_WRITES)
+        self._writer = BackgroundWriter(queue_records=_QUEUED_WRITES, when_full=_WHEN_FULL)
         self._spans: list[_Span] = []
         self._lanes: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)
         self._free_lanes: defaultdict[str, list[int]] = defaultdict(list)
         self._to_unix_ns = monotonic_to_unix_ns()
         self._tids: dict[tuple[str, int], int] = {}
         self._dropped = self._flushed_ns = 0
-        self._is_full = False
+        self._is_full = self._is_closed = False
         folder.mkdir(parents=True, exist_ok=True)
         self._append(_AFTER_CUT_LINE)
         part_bytes = self._path.stat().st_size
@@ -86,7 +87,9 @@ class TraceWriter:
         duration_ns: int,
         about: Mapping[str, Json] | None = None,
     ) -> None:
-        """Something took from `began_ns` on (of `time.monotonic_ns`) so long."""
+        """Something took from `began_ns` on (of `time.monotonic_ns`) so long. Does nothing once closed."""
+        if self._is_closed:
+            return
         if self._is_full:
             self._dropped += 1
             return
@@ -97,33 +100,39 @@ class TraceWriter:
             self.flush()
 
     def add_value(self, name: str, unit: str, at_ns: int, value: float) -> None:
-        """A value over time: a curve of its own."""
+        """A value over time: a curve of its own. Does nothing once closed."""
         at_us = self._unix_us(at_ns)
-        self._submit([{"ph": "C", "name": name, "pid": self._pid, "ts": at_us, "args": {unit: value}}])
+        self._submit([{"ph": "C", "name": name, "pid": self._pid, "ts": at_us, "args": {unit: value}}], 1)
 
     def flush(self) -> None:
         """Hand what was added to the thread that writes; never waits."""
         spans, self._spans = self._spans, []
         if spans:
-            self._submit(self._events(spans))
+            self._submit(self._events(spans), len(spans))
 
     def close(self) -> None:
-        """Write what is left. Blocks: call it off the loop."""
+        """Write what is left, and how much was left out. Blocks: call it off the loop. Closing twice does nothing."""
+        if self._is_closed:
+            return
         self.flush()
-        self._writer.submit(self._write_note)
-        self._writer.close()
+        self._is_closed = True
+        if self._writer.close():
+            with contextlib.suppress(OSError):  # of a disk that took nothing else either
+                self._write_note()
 
-    def _submit(self, events: Iterable[Mapping[str, Json]]) -> None:
-        if not self._is_full:
-            self._writer.submit(lambda: self._write(events))
+    def _submit(self, events: Iterable[Mapping[str, Json]], count: int) -> None:
+        """`count` of them are spans or values; the others say where these belong."""
+        if self._is_closed:
+            return
+        if self._is_full or not self._writer.submit(lambda: self._write(events, count)):
+            self._dropped += count
 
-    def _write(self, events: Iterable[Mapping[str, Json]]) -> None:
+    def _write(self, events: Iterable[Mapping[str, Json]], count: int) -> None:
         """In the writer's thread."""
-        events = list(events)
         lines = _ENCODER.encode_lines(events)
         if len(lines) > self._left_bytes:
             self._is_full = True
-            self._dropped += len(events)
+            self._dropped += count
             return
         self._left_bytes -= len(lines)
         self._append(lines)
