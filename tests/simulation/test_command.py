@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,9 @@ scheduling = { buffer_batches = 0.5 }
 """
 
 
+SYNC_OF_4 = "schedule = 'sync' means scheduling.max_staleness = 0, but it is 4: leave it out, or write"
+
+
 @pytest.fixture
 def plan(tmp_path: Path) -> str:
     file = tmp_path / "plan.toml"
@@ -47,11 +51,10 @@ def test_a_plan_is_simulated_once_per_policy_and_value(plan: str) -> None:
     plans = load_plans(plan, ["--engines.slots", "8"], sweep="max_staleness=0,2")
     assert [one.name for one in plans] == [
         "sync, max_staleness = 0",
-        "sync, max_staleness = 2",
         "small buffer, max_staleness = 0",
         "small buffer, max_staleness = 2",
     ]
-    assert [one.max_staleness for one in plans] == [0, 2, 0, 2]
+    assert [one.max_staleness for one in plans] == [0, 0, 2]
     assert {one.engines.slots for one in plans} == {8}
     assert {one.scheduling.batch_size for one in plans} == {4}
 
@@ -75,6 +78,25 @@ def test_the_command_prints_figures_for_programs(plan: str, capsys: pytest.Captu
     assert buffered["groups_per_s"] >= sync["groups_per_s"]
 
 
+def test_the_command_says_which_of_a_sweep_contradicts_a_policy(plan: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", plan, "--json", "--sweep", "max_staleness=0,4"]) == 0
+    printed = capsys.readouterr()
+    figures = json.loads(printed.out)
+    assert [one["policy"] for one in figures] == [
+        f"{policy}, max_staleness = {bound}"
+        for policy, bound in (("sync", 0), ("small buffer", 0), ("small buffer", 4))
+    ]
+    assert f"sync, max_staleness = 4 is left out: {SYNC_OF_4}" in printed.err
+
+
+def test_a_plan_that_contradicts_itself_is_refused_whatever_is_swept_beside(tmp_path: Path) -> None:
+    file = tmp_path / "plan.toml"
+    file.write_text('schedule = "sync"\nscheduling = { max_staleness = 4 }\n')
+    for sweep in (None, "engines.slots=32,64"):
+        with pytest.raises(SettingsError, match=re.escape(SYNC_OF_4)):
+            load_plans(str(file), sweep=sweep)
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -83,6 +105,11 @@ def test_the_command_prints_figures_for_programs(plan: str, capsys: pytest.Captu
         (["long-tail", "--sweep", "max_staleness"], "KEY=VALUE"),
         (["long-tail", "--sweep", "max_staleness=0,x"], "command line: scheduling.max_staleness = 'x'"),
         (["long-tail", "--warmup_steps", "90"], "nothing is measured"),
+        (["long-tail", "--scheduling.max_staleness", "4"], SYNC_OF_4),
+        (
+            ["stragglers", "--schedule", "sync", "--sweep", "max_staleness=4,8"],
+            f"max_staleness = 4 is left out: {SYNC_OF_4}",
+        ),
         (["long-tail", "--png", "/"], "--png: cannot write /: Is a directory"),
         (["long-tail", "--png", "/nonexistent/x.png"], "--png: cannot write /nonexistent/x.png: No such file"),
     ],

@@ -10,7 +10,7 @@ tailrace leave quickstart generator-2
 tailrace join quickstart --redis redis://host:6379/0
 tailrace cluster render slurm my_run.toml --folder /shared/work
 tailrace key generators.key
-tailrace simulate long-tail --sweep max_staleness=0,1,2,4,8
+tailrace simulate long-tail --sweep engines.slots=32,64
 tailrace replay runs/quickstart --traffic 200
 tailrace ui runs/quickstart
 tailrace recipes

@@ -53,7 +53,7 @@ class Simulate:
         if self.png is not None:
             require_writable(self.png, "--png")
         runs = []
-        for plan in load_plans(self.plan, overrides, sweep=self.sweep):
+        for plan in load_plans(self.plan, overrides, sweep=self.sweep, tell_left_out=show_progress):
             runs.append(simulate(plan))
             show_progress(f"  {plan.name}: {runs[-1].duration_s / 3600:.1f} h simulated")
         if self.json:

@@ -30,8 +30,9 @@ _SIMULATION_INTRODUCTION = """\
 Every setting of a plan of `tailrace simulate`, generated from the code by `tailrace settings --of simulation`. What a
 plan is, and an example, is in [scheduling](scheduling.md). In a plan's TOML file a section is a table; on the command
 line the same names are dotted: `--engines.slots 32`. `[[policies]]` is an array of tables, each any part of the plan,
-laid over the rest; `--sweep KEY=VALUE,VALUE` runs each policy once with each value. The section `scheduling` is that
-of a run (see [settings](settings.md)), with `batch_size = 512` and `row_tokens = 32768` where they are left out.
+laid over the rest; `--sweep KEY=VALUE,VALUE` runs each policy once with each value that does not contradict its
+`schedule`. The section `scheduling` is that of a run (see [settings](settings.md)), with `batch_size = 512` and
+`row_tokens = 32768` where they are left out.
 """
 
 

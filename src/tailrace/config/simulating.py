@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,12 @@ from tailrace.config.problems import validated
 from tailrace.config.sources import Places, Table, read_settings_file, recipe_folder
 from tailrace.errors import SettingsError
 from tailrace.scheduling import SchedulingSettings
+from tailrace.scheduling.settings import staleness_contradiction
 from tailrace.simulation import SimulationPlan
 
 _FOLDER = "simulations"
+_OF_STALENESS = (("schedule",), ("scheduling", "max_staleness"))
+"""What of a sweep may contradict a policy."""
 
 
 def list_plans() -> list[str]:
@@ -22,13 +25,20 @@ def list_plans() -> list[str]:
     return sorted(path.stem for path in (recipe_folder() / _FOLDER).glob("*.toml"))
 
 
-def load_plans(plan: str, overrides: Sequence[str] = (), *, sweep: str | None = None) -> list[SimulationPlan]:
+def load_plans(
+    plan: str,
+    overrides: Sequence[str] = (),
+    *,
+    sweep: str | None = None,
+    tell_left_out: Callable[[str], None] = lambda told: None,
+) -> list[SimulationPlan]:
     """The plan of a packaged name or a TOML file, once for each of its `[[policies]]` and each value of the sweep.
 
-    A policy is a table laid over the plan. `sweep` is `KEY=VALUE,VALUE,...`. Raises `SettingsError`.
+    A policy is a table laid over the plan. `sweep` is `KEY=VALUE,VALUE,...`; where a value contradicts a policy's
+    schedule the two are left out, which `tell_left_out` is told. Raises `SettingsError`, also where nothing is left.
 
-    >>> [plan.name for plan in load_plans("long-tail", sweep="max_staleness=0,4")][:2]
-    ['sync, max_staleness = 0', 'sync, max_staleness = 4']
+    >>> [plan.name for plan in load_plans("long-tail", sweep="max_staleness=0,4")]
+    ['sync, max_staleness = 0', 'stream, max_staleness = 0', 'stream, max_staleness = 4']
     """
     is_file = Path(plan).suffix == ".toml"
     if not is_file and plan not in list_plans():
@@ -40,7 +50,8 @@ def load_plans(plan: str, overrides: Sequence[str] = (), *, sweep: str | None = 
     policies = base.pop("policies", None) or [{}]
     if not isinstance(policies, list) or not all(isinstance(policy, dict) for policy in policies):
         raise SettingsError(f"{file.path}: policies are tables, each under [[policies]]")
-    plans = []
+    plans: list[SimulationPlan] = []
+    left_out: list[str] = []
     for policy in policies:
         for key, value in _swept(sweep):
             table, places = apply_overrides(_laid_over(base, policy), given), Places(file, set(given))
@@ -49,8 +60,21 @@ def load_plans(plan: str, overrides: Sequence[str] = (), *, sweep: str | None = 
                 name = table.get("name", "")
                 table = apply_overrides(table, {key: value})
                 table["name"] = f"{name}, {key[-1]} = {value}" if name else f"{key[-1]} = {value}"
-            plans.append(validated(SimulationPlan, table, places))
+            if key in _OF_STALENESS and (why := _contradiction(table)):
+                left_out.append(f"{table['name']} is left out: {why}")
+            else:
+                plans.append(validated(SimulationPlan, table, places))
+    if not plans:
+        raise SettingsError("\n".join(left_out))
+    for told in left_out:
+        tell_left_out(told)
     return plans
+
+
+def _contradiction(table: Table) -> str:
+    scheduling = table.get("scheduling")
+    chosen = scheduling.get("max_staleness") if isinstance(scheduling, dict) else None
+    return staleness_contradiction(table.get("schedule"), chosen)
 
 
 def _laid_over(base: Table, policy: Table) -> Table:

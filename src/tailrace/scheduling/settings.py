@@ -121,6 +121,21 @@ class SchedulingSettings(BatchingSettings):
         return int((max_staleness + self.over_sampling) * self.batch_size)
 
 
+def staleness_contradiction(schedule: object, max_staleness: object) -> str:
+    """Why these two, as they were given, cannot both be; empty where they can.
+
+    >>> staleness_contradiction("sync", 0), staleness_contradiction("stream", 7)
+    ('', '')
+    >>> print(staleness_contradiction("sync", 4))
+    schedule = 'sync' means scheduling.max_staleness = 0, but it is 4: leave it out, or write schedule = "stream"
+    """
+    for name, implied in MAX_STALENESS.items():
+        if name == schedule != "stream" and max_staleness not in (None, implied):
+            means = f"schedule = {schedule!r} means scheduling.max_staleness = {implied}, but it is {max_staleness}"
+            return f'{means}: leave it out, or write schedule = "stream"'
+    return ""
+
+
 class EvaluationSettings(BaseModel):
     """Section `evaluation`: held-out tasks, measured beside training (sampled as `rollouts.evaluation` says)."""
 

@@ -11,7 +11,7 @@ from typing import Annotated, Literal, TypeAlias
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 
 from tailrace.generation.router.settings import RouterSettings
-from tailrace.scheduling.settings import Schedule, SchedulingSettings
+from tailrace.scheduling.settings import Schedule, SchedulingSettings, staleness_contradiction
 
 _ROUTER: Mapping[str, object] = {"policy": "least_loaded", "loading_share": 1.0}
 _SCHEDULING: Mapping[str, object] = {"batch_size": 512, "row_tokens": 32_768}
@@ -186,6 +186,8 @@ class SimulationPlan(_Section):
                 f"scheduling.batch_size is {self.scheduling.batch_size}; it must be a multiple of load.group_size, "
                 f"{self.load.group_size}"
             )
+        if why := staleness_contradiction(self.schedule, self.scheduling.max_staleness):
+            raise ValueError(why)
         longest = self.load.turns * (self.load.prompt_tokens + self.load.max_tokens)
         if longest > self.scheduling.row_tokens:
             raise ValueError(

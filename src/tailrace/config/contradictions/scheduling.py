@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from tailrace.batching import INCREMENTAL
 from tailrace.config.contradictions.contradiction import Contradiction, first_twice
-from tailrace.scheduling.settings import MAX_STALENESS
+from tailrace.scheduling.settings import staleness_contradiction
 
 if TYPE_CHECKING:
     from tailrace.config.settings import RunSettings
@@ -20,13 +20,8 @@ def _end(settings: RunSettings) -> Iterator[Contradiction]:
 
 
 def _schedule(settings: RunSettings) -> Iterator[Contradiction]:
-    implied, chosen = MAX_STALENESS[settings.schedule], settings.scheduling.max_staleness
-    if settings.schedule != "stream" and chosen not in {None, implied}:
-        yield Contradiction(
-            f"schedule = {settings.schedule!r} means scheduling.max_staleness = {implied}, but it is {chosen}: "
-            'leave it out, or write schedule = "stream"',
-            *("scheduling.max_staleness", "schedule"),
-        )
+    if why := staleness_contradiction(settings.schedule, settings.scheduling.max_staleness):
+        yield Contradiction(why, "scheduling.max_staleness", "schedule")
 
 
 def _edges(settings: RunSettings) -> Iterator[Contradiction]:
