@@ -6,6 +6,7 @@ import re
 from html.parser import HTMLParser
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tailrace.errors import DataError
@@ -17,7 +18,7 @@ from tailrace.reporting.report import write_report
 from tailrace.reporting.rollout_records import encode_line, rollout_record
 from tailrace.reporting.run_folder import Series, choose_rollouts, read_run_folder
 from tailrace.reporting.sinks import read_jsonl, rollouts_path
-from tailrace.reporting.summary import RunSummary, write_summary
+from tailrace.reporting.summary import RunSummary, read_summary, write_summary
 from tests.reporting.example_run import HOSTILE, a_message, a_rollout, write_example_run
 from tests.support.long_runs import METRICS, STEPS, write_long_metrics
 from tests.support.memory_peaks import at_most_at_once
@@ -95,6 +96,16 @@ def test_the_report_is_one_whole_page_without_references(run_folder: Path) -> No
 @pytest.mark.parametrize("title", ["Reward", "Loss", "Gradient norm", "KL", "Entropy", "Staleness", "Throughput"])
 def test_the_report_has_a_chart_of(run_folder: Path, title: str) -> None:
     assert f"<figcaption><b>{title}</b>" in (run_folder / "report.html").read_text()
+
+
+@pytest.mark.parametrize(("cpu_s", "whose"), [(90.0, "all processes"), (None, "processes that it started here")])
+def test_the_report_says_whose_memory_it_tells(tmp_path: Path, cpu_s: float | None, whose: str) -> None:
+    write_example_run(tmp_path, steps=1)
+    summary = read_summary(tmp_path)
+    assert summary is not None
+    write_summary(tmp_path, msgspec.structs.replace(summary, cpu_s=cpu_s))
+    write_report(tmp_path)
+    assert f"peak, {whose}" in (tmp_path / "report.html").read_text()
 
 
 def test_the_report_shows_the_run(run_folder: Path) -> None:

@@ -7,7 +7,9 @@ import pytest
 
 from tailrace.errors import DataError
 from tailrace.records import RunStatus
+from tailrace.reporting.observer import with_figures
 from tailrace.reporting.summary import LedgerSummary, RunSummary, read_summary, summary_text, write_summary
+from tailrace.reporting.totals import RunTotals
 
 
 def a_summary() -> RunSummary:
@@ -80,6 +82,23 @@ def test_the_text_says_how_many_steps_were_skipped_where_some_were() -> None:
     assert "60 in 1:53, policy version 60" in summary_text(a_summary())
     skipped = msgspec.structs.replace(a_summary(), skipped_steps=3, policy_version=57)
     assert "60 in 1:53, 3 skipped, policy version 57" in summary_text(skipped)
+
+
+@pytest.mark.parametrize("elsewhere", [None, 0, 1], ids=["never", "first start", "second start"])
+def test_of_a_run_with_a_role_elsewhere_in_any_start_no_tokens_per_cpu_second_are_told(elsewhere: int | None) -> None:
+    line = {
+        "wall_s": 1.0,
+        "policy/version": 1,
+        "batch/loss_tokens": 30,
+        "cpu/trainer_s": 2.0,
+        "cpu/orchestrator_s": 1.0,
+    }
+    lines = [{"step": step, **line} for step in (1, 2)]
+    if elsewhere is not None:
+        lines[elsewhere]["cpu/elsewhere"] = 1.0
+    summary = with_figures(a_summary(), RunTotals(lines), LedgerSummary())
+    assert (summary.cpu_s, summary.tokens_per_cpu_s) == ((6.0, 10.0) if elsewhere is None else (None, None))
+    assert ("per CPU-second" in summary_text(summary)) == (elsewhere is None)
 
 
 def test_a_ledger_that_does_not_balance_is_not_called_balanced() -> None:

@@ -88,6 +88,7 @@ def test_generators_join_a_run_by_its_folder_and_by_its_address_and_leave_it(tmp
             assert guest.wait(PATIENCE_S) == 0
     require_nothing_lost(run, printed)
     assert not (run.folder / "join.json").exists()
+    assert read_summary(run.folder).cpu_s is None  # those that joined took some that is not known here
 
 
 def test_a_generator_that_joined_ends_when_its_run_is_killed(tmp_path: Path) -> None:

@@ -182,6 +182,7 @@ def test_the_run_ends_as_its_trainer_says(fed: Fed) -> None:
     assert (fed.summary.status, fed.summary.exit_code, fed.summary.reason) == (RunStatus.FINISHED, 0, "enough")
     assert (fed.summary.steps, fed.summary.policy_version) == (4, 4)
     assert fed.summary.checkpoint_path == "elsewhere/step_4"
+    assert (fed.summary.cpu_s, fed.summary.tokens_per_cpu_s) == (None, None)  # its trainer's is not known here
     assert (fed.folder / "report.html").is_file()
     events = read_events(fed.folder / "events.jsonl")
     assert [event.step for event in events if isinstance(event, CheckpointWritten)] == [4]

@@ -312,7 +312,8 @@ def ended(processes: list[subprocess.Popen[str]]) -> tuple[list[int], str]:
 def test_ranks_started_by_others_train_too(tmp_path: Path, launcher: str) -> None:
     statuses, printed = ended(launched(launcher, tmp_path, "--max_steps", "2"))
     assert set(statuses) == {0}, printed
-    assert read_summary(tmp_path / "runs" / "run").steps == 2
+    summary = read_summary(tmp_path / "runs" / "run")
+    assert (summary.steps, summary.cpu_s) == (2, None)  # rank 1's is not known
     checkpoint = tmp_path / "runs" / "run" / "checkpoints" / "step_000002"
     assert len([*(checkpoint / "optimizer").glob("*.distcp")]) == 2
 

@@ -308,6 +308,7 @@ _ROWS = (
     ("memory/given_back_bytes", "bytes", _SUM, "Memory that was given back to the system (`malloc_trim`)."),
     ("memory/give_back_s", "s", _SUM, "Time that giving memory back took, in a thread."),
     ("cpu/{role}_s", "s", _SUM, "User and system CPU time of this role's process."),
+    ("cpu/elsewhere", "1", _MAX, "1 once a role had a process that the run did not start here: that is in no figure."),
     ("sinks/dropped_records", "records", _TOTAL, "Records that no file took so far: queue full or disk failing."),
     (
         "tracker/{tracker}/dropped_records",

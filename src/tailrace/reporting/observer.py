@@ -347,7 +347,8 @@ class RunObserver(SchedulerObserver):
 def with_figures(summary: RunSummary, totals: RunTotals, ledger: LedgerSummary) -> RunSummary:
     """The summary with the figures of a run whose rollouts began, now or in an earlier start; its ledger is closed."""
     ratios, rewards = totals.ratios(), totals.rewards
-    generated, cpu_s = int(totals.sum("rollout/generated_tokens")), totals.sum("cpu/")
+    generated = int(totals.sum("rollout/generated_tokens"))
+    cpu_s = None if totals.max("cpu/elsewhere") else totals.sum("cpu/") or None
     waits = {str(cause): totals.sum(f"scheduler/{name}") for cause, name in WAITS.items()}
     return msgspec.structs.replace(
         summary,
@@ -365,7 +366,7 @@ def with_figures(summary: RunSummary, totals: RunTotals, ledger: LedgerSummary) 
         tokens_trained=totals.tokens_trained,
         generation_tokens_per_s=_per(generated, totals.wall_s),
         training_tokens_per_s=_per(totals.tokens_trained, totals.wall_s),
-        tokens_per_cpu_s=_per(totals.tokens_trained, cpu_s),
+        tokens_per_cpu_s=None if cpu_s is None else _per(totals.tokens_trained, cpu_s),
         skipped_steps=totals.skipped_steps,
         mismatched_steps=totals.mismatched_steps,
         length_ratio=ratios.get("bias/length_ratio"),

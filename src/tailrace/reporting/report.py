@@ -123,7 +123,8 @@ def _tiles(run: RunFolder) -> list[Tile]:
     if summary is not None and summary.length_ratio is not None:
         tiles.append(Tile("Length ratio", _fixed(summary.length_ratio), "trained to finished; 1 is unbiased"))
     if summary is not None and summary.peak_rss_bytes:
-        tiles.append(Tile("Memory", num_bytes(sum(summary.peak_rss_bytes.values())), "peak, all processes"))
+        whose = "all processes" if summary.cpu_s is not None else "processes that it started here"
+        tiles.append(Tile("Memory", num_bytes(sum(summary.peak_rss_bytes.values())), f"peak, {whose}"))
     return [tile for tile in tiles if tile.value != NOTHING]
 
 

@@ -115,7 +115,7 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     """From each start to its end. Of one that was killed, and so wrote no summary, only what it trained counts: from
     its first rollout to its last step."""
     cpu_s: float | None = None
-    """User and system CPU time of all processes."""
+    """User and system CPU time of all processes. None where one of a role ran elsewhere, in any start (concepts.md)."""
     started_at: str = ""
     """When the newest start began, not the first one: ISO 8601, in UTC."""
 

@@ -219,6 +219,7 @@ async def compose(ground: RunGround) -> AsyncIterator[ComposedRun]:
             *(
                 SchedulerGauge(lambda: scheduler.statistics),
                 ProcessGauge(_pids(roles, rollouter)),
+                lambda: {"cpu/elsewhere": 1.0} if roles.has_had_others else {},
                 phase_gauge(ground.phases),
             ),
             *agent_worker_gauges(rollouter.agent_workers),

@@ -197,6 +197,11 @@ class Generators:
 
     # --- guests ------------------------------------------------------------------------------------------------------
 
+    @property
+    def had_guests(self) -> bool:
+        """Whether one served, be it there still or not."""
+        return any(replica.was_there and self.pool.is_guest(replica.name) for replica in self.router.replicas)
+
     def take_in(self) -> Place | None:
         """A place for a generator that asks to join, until `host` or `refuse` is called with it; None without room."""
         return self.pool.take_in()

@@ -93,6 +93,10 @@ class ReplicaPool:
         own = sum(self._standing[name] is not Standing.GIVEN_UP for name in self._own)
         return own + sum(self._standing[name] is not Standing.FREE for name in self._guests)
 
+    def is_guest(self, name: str) -> bool:
+        """Whether the name is one of those that others join by."""
+        return name in self._lives
+
     def standing(self, name: str) -> Standing:
         """Of one name."""
         return self._standing[name]

@@ -71,6 +71,12 @@ class StartedRoles:
         """Of one generator, which no weights are sent to; None where the loss needs none here."""
         self.agent_places = starter.agent_places()
         """Of agent workers that are roles; None where they are children of this process."""
+        self._has_others = (
+            self._launcher.has_roles_elsewhere
+            or bool(starter.settings.generator.connect)
+            or starter.launched is not None
+            or isinstance(self.trainer, OutsideTrainer)
+        )
 
     async def watch(self) -> NoReturn:
         """Wait for a trainer, a teacher or a last generator that ends early and is not started again, and raise why.
@@ -97,6 +103,14 @@ class StartedRoles:
         """Ids of the processes that run now, by role."""
         name = "run" if self._launcher.runs_in_this_process else "orchestrator"
         return {name: os.getpid(), **self._launcher.pids()}
+
+    @property
+    def has_had_others(self) -> bool:
+        """Whether a role runs, or ran, in a process that is none of `pids`: on another machine, or started by another.
+
+        What it takes nobody here can tell.
+        """
+        return self._has_others or self.generators.had_guests
 
     async def write_stacks(self) -> None:
         """Let every process write the stacks of its threads into its log, as far as it can."""

@@ -35,9 +35,9 @@ from tailrace.reporting.live import LiveView, wants_live_view
 from tailrace.reporting.logs import Terminal, setup_logging
 from tailrace.reporting.observer import with_figures
 from tailrace.reporting.report import write_report
-from tailrace.reporting.summary import LedgerSummary, RunSummary, summed_up_s, write_summary
+from tailrace.reporting.summary import RunSummary, summed_up_s, write_summary
 from tailrace.reporting.tokens import require_parquet
-from tailrace.reporting.totals import RunTotals, read_totals
+from tailrace.reporting.totals import read_totals
 from tailrace.reporting.trackers.hub import open_trackers
 from tailrace.reporting.trackers.registry import require_trackers
 from tailrace.rollouts import LoadedEnvironment
@@ -319,14 +319,7 @@ async def _sum_up(run: ComposedRun, ended: TrainerEnded, exit_code: int) -> RunS
     )
     if not (orchestrator.has_begun or observer.totals.steps):
         return summary
-    return _with_figures(summary, ground.settings, observer.totals, observer.tally(run.scheduler.ledger))
-
-
-def _with_figures(summary: RunSummary, settings: RunSettings, totals: RunTotals, ledger: LedgerSummary) -> RunSummary:
-    summary = with_figures(summary, totals, ledger)
-    if launcher_class(settings.placement).has_roles_elsewhere:  # whose processes nobody here can ask
-        summary = msgspec.structs.replace(summary, cpu_s=None, tokens_per_cpu_s=None)
-    return summary
+    return with_figures(summary, observer.totals, observer.tally(run.scheduler.ledger))
 
 
 def _written(summary: RunSummary, paths: RunPaths, *, with_report: bool) -> RunSummary:
@@ -376,7 +369,7 @@ def _write_failed(settings: RunSettings, paths: RunPaths, error: Exception) -> N
             versions=_versions(),
         )
         if totals.steps:
-            failed = _with_figures(failed, settings, totals, totals.ledger())
+            failed = with_figures(failed, totals, totals.ledger())
         write_summary(paths.root, failed)
 
 
