@@ -12,10 +12,17 @@ import pytest
 import torch
 from peft import PeftModel
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    Glm4MoeConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen3MoeConfig,
+)
 
 from tailrace.cpu.kernels import find_kernels
-from tailrace.errors import CheckpointError, SettingsError
+from tailrace.errors import CheckpointError, ModelError, SettingsError
 from tailrace.models.loading import load_causal_lm
 from tailrace.records import Batch
 from tailrace.training.checkpoints.files import verify_checkpoint
@@ -29,7 +36,7 @@ from tailrace.training.step.gradients import GradientPasses
 from tailrace.training.trainer import Trainer
 from tests.generation.engine_support import Driver, make_engine, request
 from tests.support.expert_models import FAMILIES
-from tests.training.tiny import build_batch, stir, tiny_model
+from tests.training.tiny import SIZES, build_batch, stir, tiny_model
 
 COMPILES = find_kernels() is not None
 
@@ -38,6 +45,17 @@ LORA = {"rank": RANK, "alpha": 10}
 SCALE = 10 / RANK
 ALL = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 LOSS = ClippedRatioSettings()
+_EXPERTS = {**SIZES, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_GROUPED = {**_EXPERTS, "num_key_value_heads": 4, "n_routed_experts": 8, "n_group": 2, "topk_group": 1}
+BESIDE_DENSE: dict[str, PreTrainedConfig] = {
+    "qwen3_moe": Qwen3MoeConfig(**_EXPERTS, num_experts=4, mlp_only_layers=[0]),
+    "glm4_moe": Glm4MoeConfig(**_GROUPED, n_shared_experts=1, first_k_dense_replace=1),
+    "deepseek_v3": DeepseekV3Config(
+        **_GROUPED | {"head_dim": 4}, q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4,
+        v_head_dim=8, first_k_dense_replace=1,
+    ),
+}  # fmt: skip
+"""Mixtures of experts with layers that have none, or experts that all tokens share."""
 
 
 def adapted(model: PreTrainedModel, **settings: object) -> Adapter:
@@ -127,7 +145,7 @@ def test_fused_layers_compute_adapters_beside_any_of_their_products(
     assert abs(expected["own"]["training/entropy"] - expected["summed"]["training/entropy"]) > 1e-3
 
 
-@pytest.mark.parametrize("family", [name for name in FAMILIES if "dense" not in name])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_beside_experts_attention_alone_has_adapters(family: str) -> None:
     model = FAMILIES[family]().eval()
     names = {name.rpartition(".")[2] for name in target_layers(model, LoraSettings(rank=RANK))}
@@ -139,6 +157,53 @@ def test_beside_experts_attention_alone_has_adapters(family: str) -> None:
     assert all("lora_" in name for name in gradient)
     with pytest.raises(SettingsError, match="experts, whose matrices are one parameter, can have none"):
         target_layers(model, LoraSettings(rank=RANK, targets=("experts",)))
+
+
+@pytest.mark.parametrize("family", BESIDE_DENSE)
+def test_where_peft_takes_dense_layers_for_experts_it_adapts_the_targets_alone_and_loads_what_was_saved(
+    family: str, model_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    own = tmp_path / family
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(BESIDE_DENSE[family]).save_pretrained(own)
+    for file in model_folder.glob("token*"):
+        (own / file.name).write_bytes(file.read_bytes())
+    base = AutoModelForCausalLM.from_pretrained(own)
+    targets = target_layers(base, LoraSettings(rank=RANK))
+    assert {"self_attn"} == {name.split(".")[-2] for name in targets}
+    with caplog.at_level("INFO", "tailrace.training.model.adapter"):
+        trainer = make_trainer(own)
+    assert "called gate_proj, up_proj, down_proj get no adapter: peft takes these names for experts'" in caplog.text
+    trained = {name for name, weight in trainer._model.named_parameters() if weight.requires_grad}
+    assert trained == {f"{name}.lora_{part}.default.weight" for name in targets for part in "AB"}
+    train(trainer, range(1, 2))
+    path = trainer.save_checkpoint(tmp_path)
+    model, told = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
+    assert {key: found for key, found in told.items() if found} == {}
+    row = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
+    before = base(row).logits
+    beside = PeftModel.from_pretrained(base, path / "adapter")
+    torch.testing.assert_close(beside(row).logits, model(row).logits, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(before, model(row).logits, atol=1e-3)
+
+
+@pytest.mark.parametrize("target", ["gate_proj", "mlp.down_proj", "model.layers.0.mlp.up_proj"])
+@pytest.mark.parametrize("family", BESIDE_DENSE)
+def test_targets_that_peft_takes_for_experts_are_refused(family: str, target: str) -> None:
+    model = AutoModelForCausalLM.from_config(BESIDE_DENSE[family])
+    with pytest.raises(SettingsError, match=rf"targets: '{target}' of \w+ can have no adapter: .*; there are q_"):
+        add_adapter(model, LoraSettings(rank=RANK, targets=("o_proj", target)), "tiny")
+
+
+def test_a_model_of_which_peft_adapts_more_than_the_targets_is_refused() -> None:
+    """It goes by the end of a name, and this one is outside of the decoder."""
+    model, spare = tiny_model("llama"), torch.nn.Linear(8, 8)
+    for part in ("q_proj", "self_attn", "0", "layers", "model"):
+        spare = torch.nn.ModuleDict({part: spare})
+    model.add_module("spare", spare)
+    told = r"other layers than it was told \(spare.model.layers.0.self_attn.q_proj gets one too\)"
+    with pytest.raises(ModelError, match=told):
+        add_adapter(model, LoraSettings(rank=RANK), "tiny")
 
 
 @pytest.mark.parametrize(

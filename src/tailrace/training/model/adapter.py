@@ -9,9 +9,11 @@ steps. All that is trained are A and B: gradients, clipping and the optimizer kn
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +23,7 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-from tailrace.errors import CheckpointError, SettingsError
+from tailrace.errors import CheckpointError, ModelError, SettingsError
 from tailrace.guards import guarded
 from tailrace.models.adapter_files import CONFIG_FILE, TENSORS_FILE, is_down, layer_of, names_beside
 from tailrace.training.model.checkpointed_layers import decoder_layers
@@ -35,10 +37,13 @@ if TYPE_CHECKING:
 ADAPTER = "adapter"
 """Folder of a checkpoint: what `PeftModel.from_pretrained` loads."""
 
+_TAKEN = "peft takes these names for experts', here and wherever it loads the adapter"
 _NAME = "default"
 """Of the only adapter in a model."""
 _BASE = "base_weights"
 _ROUTER = re.compile(r"(^|_)gate$|router", re.IGNORECASE)
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +147,8 @@ class Adapter:
 def add_adapter(model: PreTrainedModel, settings: LoraSettings, model_name: str) -> Adapter | None:
     """Freeze the model and put adapters beside its layers; None where the settings ask for none.
 
-    Raises `SettingsError` for targets that match nothing, a rank larger than a layer, and without peft.
+    Raises `SettingsError` for targets that match nothing or that peft takes for experts', a rank larger than a layer,
+    and without peft, and `ModelError` where peft adapts other layers than the targets.
     """
     if settings.rank is None:
         return None
@@ -150,29 +156,41 @@ def add_adapter(model: PreTrainedModel, settings: LoraSettings, model_name: str)
     from peft import LoraConfig, inject_adapter_in_model
 
     base = xxhash.xxh3_64_hexdigest(repr(sums_of_bits(model)).encode())
+    targets = target_layers(model, settings).keys()
     config = LoraConfig(
         r=settings.rank,
         lora_alpha=settings.chosen_alpha,
         lora_dropout=0.0,  # the policy that is trained is the one that samples
-        target_modules=sorted(target_layers(model, settings)),
+        target_modules=sorted(targets),
         task_type="CAUSAL_LM",
         base_model_name_or_path=model_name,
     )
     inject_adapter_in_model(config, model, adapter_name=_NAME)
+    if odd := sorted(targets ^ _adapted_layers(model).keys()):
+        what = "is left out" if odd[0] in targets else "gets one too"
+        raise ModelError(
+            f"{type(model).__name__} cannot have the adapters of trainer.lora: peft puts them beside other layers than "
+            f"it was told ({odd[0]} {what}); name fewer layers in trainer.lora.targets, or leave lora out"
+        )
     return Adapter(model, config, base)
 
 
 def target_layers(model: nn.Module, settings: LoraSettings) -> dict[str, nn.Linear]:
     """The layers that adapters go beside, by their names; the model may be without memory. Raises `SettingsError`."""
     linears = _linear_layers(model)
+    taken = _taken_for_experts(model, linears)
+    linears = {name: layer for name, layer in linears.items() if _last(name) not in taken}
     wanted = settings.targets or ()
     if settings.targets is None:
-        chosen = {name: layer for name, layer in linears.items() if not _ROUTER.search(name.rpartition(".")[2])}
+        if taken:
+            kind = type(model).__name__
+            _logger.info("layers of %s called %s get no adapter: %s", kind, ", ".join(taken), _TAKEN)
+        chosen = {name: layer for name, layer in linears.items() if not _ROUTER.search(_last(name))}
     else:
         chosen = {name: layer for name, layer in linears.items() if any(_is_called(name, target) for target in wanted)}
     missed = [target for target in wanted if not any(_is_called(name, target) for name in chosen)]
     if missed or not chosen:
-        raise SettingsError(_nothing_matches(model, linears, missed))
+        raise SettingsError(_nothing_matches(model, linears, missed, taken))
     smallest = min(chosen, key=lambda name: min(chosen[name].weight.shape))
     outputs, inputs = chosen[smallest].weight.shape
     if settings.rank is not None and settings.rank > min(outputs, inputs):
@@ -242,6 +260,29 @@ def _linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
     return {name: one for name, one in model.named_modules() if id(one) in inside and type(one) is nn.Linear}
 
 
+def _taken_for_experts(model: nn.Module, layers: Iterable[str]) -> list[str]:
+    """Which last names of layers peft turns into those of experts in such a model, wherever it loads an adapter.
+
+    It takes them for names of before, when each expert had layers of its own. Dense and shared ones still have them.
+    """
+    if importlib.util.find_spec("peft") is None:  # the trainer, which needs it, is elsewhere
+        return []
+    from peft import LoraConfig
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
+    taken = []
+    for name in dict.fromkeys(map(_last, layers)):
+        config = LoraConfig(target_modules=[name])
+        try:
+            convert_peft_config_for_transformers(config, model, None)
+            is_kept = config.target_modules == {name}
+        except ValueError:  # the name is of two that became one, and the other is not there
+            is_kept = False
+        if not is_kept:
+            taken.append(name)
+    return taken
+
+
 def _adapted_layers(model: nn.Module) -> dict[str, Any]:
     """Those that peft has put adapters beside, by their names; peft need not be there where there are none."""
     return {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
@@ -256,11 +297,21 @@ def _is_called(name: str, target: str) -> bool:
     return name == target or name.endswith(f".{target}")
 
 
-def _nothing_matches(model: nn.Module, linears: Mapping[str, nn.Linear], missed: list[str]) -> str:
+def _last(name: str) -> str:
+    """Of a layer's name, what it is called in its block."""
+    return name.rpartition(".")[2]
+
+
+def _nothing_matches(
+    model: nn.Module, linears: Mapping[str, nn.Linear], missed: list[str], taken: Sequence[str]
+) -> str:
     kind = type(model).__name__
     if not linears:
         return f"trainer.lora: {kind} has no linear layers in a decoder that adapters could go beside: leave lora out"
-    there = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in linears))
+    there = ", ".join(dict.fromkeys(map(_last, linears)))
+    if of_experts := [target for target in missed if _last(target) in taken]:
+        wrong = ", ".join(map(repr, of_experts))
+        return f"trainer.lora.targets: {wrong} of {kind} can have no adapter: {_TAKEN}; there are {there}"
     experts = any(weight.dim() == 3 for weight in model.parameters())
     why = "; experts, whose matrices are one parameter, can have none" if experts else ""
     wrong = ", ".join(map(repr, missed))
@@ -273,7 +324,7 @@ def _layer_names(names: Any) -> str:
     >>> _layer_names(["base_model.model.model.layers.0.mlp.up_proj.lora_A.weight"])
     'up_proj'
     """
-    return ", ".join(sorted({layer_of(name).rpartition(".")[2] for name in names}))
+    return ", ".join(sorted({_last(layer_of(name)) for name in names}))
 
 
 def _config_in(checkpoint: Path) -> dict[str, Any]:

@@ -23,7 +23,7 @@ class LoraSettings(BaseModel):
     targets: tuple[str, ...] | None = Field(
         default=None,
         description="Names of the linear layers that get an adapter, as q_proj or self_attn.q_proj; unset: all of the"
-        " decoder's layers, routers left out. On the command line q_proj,v_proj",
+        " decoder's layers but routers, and what peft takes for experts. On the command line q_proj,v_proj",
     )
 
     publish: Literal["merged", "adapters"] | None = Field(
