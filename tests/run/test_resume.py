@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import shutil
 import signal
 import socket
@@ -12,7 +13,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tailrace.config import load_settings
+from tailrace.cli import main
+from tailrace.config import RUNS, load_settings
 from tailrace.errors import SettingsError
 from tailrace.records import CheckpointWritten, RunStatus, StepTrained, TrainerStarted
 from tailrace.reporting.summary import RunSummary, read_summary, summary_text, write_summary
@@ -99,6 +101,47 @@ async def test_a_run_goes_on_with_its_own_settings_and_others_only_where_that_is
     assert (tmp_path / "run" / "superseded" / "config_1.toml").read_bytes() == before
     assert "learning_rate = 0.0007" in config.read_text()
     assert "Goes on with max_steps = 2 in place of 1." in (tmp_path / "run" / "logs" / "orchestrator.log").read_text()
+
+
+LORA = ("--trainer.lora.rank", "4")
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the command has them."""
+    monkeypatch.chdir(tmp_path)
+    return RUNS
+
+
+@pytest.mark.parametrize(
+    ("begun", "given", "message"),
+    [
+        (LORA, ("--trainer.lora.rank", "8"), r"its rank (4) would be 8; leave trainer.lora.rank as it was"),
+        (LORA, ("--trainer.lora.targets", "q_proj,o_proj"), "would be o_proj, q_proj; leave trainer.lora.targets as"),
+        (LORA, ("--trainer.lora.rank", "unset"), "and this run trains all weights: write trainer.lora.rank = 4"),
+        ((), LORA, "is of a run that trains all weights, and trainer.lora.rank asks for an adapter"),
+        (
+            ("--trainer.optimizer", "muon"),
+            ("--trainer.optimizer", "adamw"),
+            "has the moments of 'muon', and this run's is 'adamw'; write trainer.optimizer = 'muon' as it was",
+        ),
+    ],
+)
+async def test_settings_that_its_checkpoint_is_not_of_are_refused_and_the_run_goes_on_without_them(
+    begun: tuple[str, ...], given: tuple[str, ...], message: str, runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = await run_inline(runs, *DATA, *begun, "--max_steps", "1")
+    assert (first.exit_code, first.steps) == (0, 1)
+    config = runs / "run" / "config.toml"
+    before = config.read_bytes()
+    with pytest.raises(SettingsError, match=re.escape(message)):
+        await run_inline(runs, *DATA, *begun, *given, *RESUMED)
+    others = [*given, "--max_steps", "2", "--allow-changed-settings"]
+    assert main(["train", str(config), "--resume", "--dry-run", *others]) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+    assert (config.read_bytes(), [*config.parent.glob("superseded/*")]) == (before, [])
+    summary = await train(load_settings(str(config), [*RESUMED, "--max_steps", "2"], runs), runs)
+    assert (summary.exit_code, summary.steps) == (0, 2)
 
 
 async def test_a_resume_that_fails_as_it_is_composed_leaves_a_summary_with_the_figures_of_before(

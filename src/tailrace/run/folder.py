@@ -115,6 +115,10 @@ add --allow-changed-settings to go on with those given now (the others are kept 
 {paths.settings} in place of the recipe to go on as before"""
 
 
+_OF_CHECKPOINTS = ("trainer.lora.", "trainer.optimizer")
+"""Beginnings of settings that a checkpoint was written with, and can be read with alone."""
+
+
 class _MetricsLine(msgspec.Struct):
     step: int = 0
 
@@ -253,10 +257,17 @@ def record_settings(settings: RunSettings, paths: RunPaths, recipe: SettingsFile
 
 
 def _allowed_changes(before: RunSettings | None, settings: RunSettings, paths: RunPaths) -> list[Difference]:
-    """From the settings that the folder's run has, if there is one. Raises `SettingsError` where it may have none."""
+    """From the settings that the folder's run has, if there is one.
+
+    Raises `SettingsError` where it may have none, or its newest checkpoint is of none of these.
+    """
     changed = [] if before is None else differences(before, settings)
     if changed and not settings.allow_changed_settings:
         raise SettingsError(_REFUSED.format(paths=paths, changes="\n".join(f"  {one}" for one in changed)))
+    if any(one.name.startswith(_OF_CHECKPOINTS) for one in changed):
+        from tailrace.run.checkpoint_checks import require_own_checkpoint  # imports torch
+
+        require_own_checkpoint(settings, paths.checkpoints)
     return changed
 
 

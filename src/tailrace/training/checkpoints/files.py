@@ -41,6 +41,7 @@ from tailrace.training.checkpoints.moments import (
     Shares,
     copy_moments,
     empty_moments,
+    other_optimizer,
     read_moments,
     set_moments,
     write_moments,
@@ -48,6 +49,8 @@ from tailrace.training.checkpoints.moments import (
 from tailrace.training.model.adapter import ADAPTER, Adapter, AdapterCopy, plain_weights, require_own_kind
 from tailrace.training.model.sharding import own_part
 from tailrace.training.ranks import ALONE, Ranks
+from tailrace.training.settings.trainer import OptimizerName
+from tailrace.training.step.optimizer import optimizer_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -206,7 +209,8 @@ def _read_checkpoint(
     ranks.agree(lambda: verify_checkpoint(path) if ranks.rank == 0 else None, of_checkpoint=True)
     shares = Shares(ranks)
     # A rank that fails here must be heard before the others read moments together, over the same connections.
-    state, moments = ranks.agree(lambda: _read_own(path, model, adapter, shares), of_checkpoint=True)
+    own = optimizer_name(optimizer)
+    state, moments = ranks.agree(lambda: _read_own(path, model, adapter, own, shares), of_checkpoint=True)
     with guarded(f"checkpoint {path} does not fit this run's model", CheckpointError):
         read_moments(path / OPTIMIZER, moments, ranks)
         set_moments(moments, model, optimizer)
@@ -216,12 +220,14 @@ def _read_checkpoint(
 
 
 def _read_own(
-    path: Path, model: PreTrainedModel, adapter: Adapter | None, shares: Shares
+    path: Path, model: PreTrainedModel, adapter: Adapter | None, optimizer: OptimizerName, shares: Shares
 ) -> tuple[dict[str, Any], Moments]:
     """What each rank reads by itself: the weights, into the model, and the trainer's state, which is returned with the
     moments that are to be read together.
     """
     require_own_kind(path, adapter)
+    if why_not := other_optimizer(path / OPTIMIZER, optimizer):
+        raise CheckpointError(why_not)
     state = read_trainer_state(path)
     try:
         with guarded(f"checkpoint {path} does not fit this run's model", CheckpointError):

@@ -16,10 +16,13 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch import Tensor, nn
 
+from tailrace.errors import CheckpointError
+from tailrace.guards import guarded
 from tailrace.training.model.sharding import own_part, own_share
 from tailrace.training.ranks import JoinedRanks, Ranks
+from tailrace.training.settings.trainer import OptimizerName
 from tailrace.training.step.offloaded_moments import OffloadedAdamW, on_host
-from tailrace.training.step.optimizer import moment_kinds
+from tailrace.training.step.optimizer import moment_kinds, name_by_moments
 
 Moments: TypeAlias = dict[str, Tensor]
 """By `weight/kind`. On the CPU; of a weight that is shared out this rank's share, as a `DTensor`."""
@@ -47,18 +50,33 @@ def write_moments(folder: Path, moments: Moments, ranks: Ranks) -> None:
         save(cast("dict[str, Any]", moments), storage_writer=writer, **_group(ranks))
 
 
+def other_optimizer(folder: Path, chosen: OptimizerName) -> str:
+    """Why an optimizer cannot go on with the moments in a checkpoint's folder; empty where it can.
+
+    Raises `CheckpointError` for a damaged one.
+    """
+    with guarded(f"checkpoint {folder.parent} is damaged: {folder.name}/.metadata is not one", CheckpointError):
+        kinds = {key.rpartition("/")[2] for key in _written(folder)}
+    saved = name_by_moments(kinds)
+    if not kinds or saved == chosen:  # of a run before its first step
+        return ""
+    return (
+        f"checkpoint {folder.parent} is of another optimizer than trainer.optimizer says: it has the moments of "
+        f"{saved!r}, and this run's is {chosen!r}; write trainer.optimizer = {saved!r} as it was, or begin a new run "
+        f"with model.name = {str(folder.parent)!r}"
+    )
+
+
 def empty_moments(folder: Path, model: nn.Module, shares: Shares) -> Moments:
     """This rank's shares of what any number of ranks wrote, yet to be read. Waits for no other rank.
 
     Raises `KeyError` or `ValueError` for those of another model, and what reading a damaged file raises.
     """
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     weights = dict(model.named_parameters())
-    written = FileSystemReader(folder).read_metadata().state_dict_metadata
     moments: Moments = {}
-    for key, entry in written.items():
+    for key, entry in _written(folder).items():
         name, _, kind = key.rpartition("/")
         if name not in weights or not isinstance(entry, TensorStorageMetadata):
             raise KeyError(f"it has no weight {name!r}")
@@ -81,7 +99,7 @@ def read_moments(folder: Path, moments: Moments, ranks: Ranks) -> None:
 def set_moments(moments: Mapping[str, Tensor], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Go on with these. Whole ones are shared out as their weights are. Settings of the optimizer stay its own.
 
-    Raises `ValueError` for those of another optimizer.
+    Raises `ValueError` for a kind that the optimizer keeps none of.
     """
     weights, kinds = dict(model.named_parameters()), moment_kinds(optimizer)
     optimizer.state.clear()
@@ -89,11 +107,18 @@ def set_moments(moments: Mapping[str, Tensor], model: nn.Module, optimizer: torc
         name, _, kind = key.rpartition("/")
         weight = weights[name]
         if kind not in kinds[weight]:
-            raise ValueError(f"it has {key}, which is of another optimizer than trainer.optimizer says")
+            raise ValueError(f"it has {key}, which trainer.optimizer does not keep of this weight")
         found = value.to(weight.device) if kind == "step" else _placed(value, weight)
         if kind != "step" and isinstance(optimizer, OffloadedAdamW):
             found = on_host(found)
         optimizer.state[weight][kind] = found
+
+
+def _written(folder: Path) -> Mapping[str, object]:
+    """What is told of each moment that any rank wrote, by its name."""
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+    return FileSystemReader(folder).read_metadata().state_dict_metadata
 
 
 def _placed(value: Tensor, weight: Tensor) -> Tensor:

@@ -64,6 +64,16 @@ class AdapterCopy:
         save_file(dict(self.tensors), folder / TENSORS_FILE, metadata={"format": "pt", _BASE: self.base})
 
 
+@dataclass(frozen=True, slots=True)
+class AdapterShape:
+    """What a run's adapter and that of a checkpoint have in common, where the run can go on from it."""
+
+    rank: int
+    alpha: float
+    layers: frozenset[str] | None
+    """Those that it stands beside; None where they are not known yet."""
+
+
 class Adapter:
     """The adapters of one model, which `add_adapter` made."""
 
@@ -91,27 +101,14 @@ class Adapter:
             found = whole(weight.detach())
             yield name, (found.clone() if is_down(name) else found * scale).to(dtype)
 
-    def require_same(self, checkpoint: Path) -> None:
-        """Raise `CheckpointError` unless this very adapter, of the same base, was saved there."""
-        from safetensors import safe_open
+    @property
+    def shape(self) -> AdapterShape:
+        """What a checkpoint's must have, too."""
+        return AdapterShape(self._config.r, self._config.lora_alpha, frozenset(self._layers))
 
-        found = _config_in(checkpoint)
-        damaged = guarded(f"checkpoint {checkpoint} is damaged: its {TENSORS_FILE} is no adapter's", CheckpointError)
-        with damaged, safe_open(checkpoint / ADAPTER / TENSORS_FILE, framework="pt") as file:
-            names, base = set(file.keys()), (file.metadata() or {}).get(_BASE)
-        own = dict(self._weights())
-        for what, theirs, ours in (
-            ("rank", found.get("r"), self._config.r),
-            ("alpha", found.get("lora_alpha"), self._config.lora_alpha),
-            ("targets", _layer_names(names), _layer_names(own)),
-        ):
-            if theirs != ours:
-                raise CheckpointError(
-                    f"checkpoint {checkpoint} is of another adapter than this run's: its {what} ({theirs}) would be "
-                    f"{ours}; leave trainer.lora.{what} as it was, or begin a new run"
-                )
-        if names != own.keys():
-            raise CheckpointError(f"checkpoint {checkpoint} is of an adapter beside other layers than this run's")
+    def require_own_base(self, checkpoint: Path) -> None:
+        """Raise `CheckpointError` unless the adapter that was saved there is added to the same weights."""
+        _, base = _tensors_in(checkpoint)
         if base != self._base:
             raise CheckpointError(
                 f"checkpoint {checkpoint} is of an adapter to other weights than those of this run's model.name"
@@ -119,7 +116,7 @@ class Adapter:
 
     @torch.no_grad()
     def load(self, checkpoint: Path) -> None:
-        """Go on with what was saved there, which `require_same` has accepted."""
+        """Go on with what was saved there, which `require_own_kind` has accepted."""
         from safetensors.torch import load_file
 
         saved = load_file(checkpoint / ADAPTER / TENSORS_FILE)
@@ -238,20 +235,49 @@ class PlainWeight:
 
 def require_own_kind(checkpoint: Path, adapter: Adapter | None) -> None:
     """Raise `CheckpointError` unless a run with this adapter, or one without, can go on from a checkpoint."""
+    if why_not := other_adapter(checkpoint, None if adapter is None else adapter.shape):
+        raise CheckpointError(why_not)
+    if adapter is not None:
+        adapter.require_own_base(checkpoint)
+
+
+def other_adapter(checkpoint: Path, shape: AdapterShape | None) -> str:
+    """Why a run with an adapter of this shape, or one without, cannot go on from a checkpoint; empty where it can.
+
+    Raises `CheckpointError` for a damaged one.
+    """
     has_one = (checkpoint / ADAPTER).is_dir()
     new_run = f"or begin a new run with model.name = {str(checkpoint)!r}"
-    if has_one and adapter is None:
-        raise CheckpointError(
-            f"checkpoint {checkpoint} is of an adapter, and this run trains all weights: write trainer.lora.rank = "
-            f"{_config_in(checkpoint).get('r')} as it was, {new_run}, where the adapter is part of the weights"
+    if shape is None:
+        return (
+            ""
+            if not has_one
+            else (
+                f"checkpoint {checkpoint} is of an adapter, and this run trains all weights: write trainer.lora.rank = "
+                f"{_config_in(checkpoint).get('r')} as it was, {new_run}, where the adapter is part of the weights"
+            )
         )
-    if adapter is not None and not has_one:
-        raise CheckpointError(
+    if not has_one:
+        return (
             f"checkpoint {checkpoint} is of a run that trains all weights, and trainer.lora.rank asks for an adapter: "
             f"leave trainer.lora out, {new_run}"
         )
-    if adapter is not None:
-        adapter.require_same(checkpoint)
+    found, (names, _) = _config_in(checkpoint), _tensors_in(checkpoint)
+    layers = set(map(layer_of, names))
+    own_layers = layers if shape.layers is None else shape.layers
+    for what, theirs, ours in (
+        ("rank", found.get("r"), shape.rank),
+        ("alpha", found.get("lora_alpha"), shape.alpha),
+        ("targets", _last_names(layers), _last_names(own_layers)),
+    ):
+        if theirs != ours:
+            return (
+                f"checkpoint {checkpoint} is of another adapter than this run's: its {what} ({theirs}) would be "
+                f"{ours}; leave trainer.lora.{what} as it was, or begin a new run"
+            )
+    if layers != own_layers:
+        return f"checkpoint {checkpoint} is of an adapter beside other layers than this run's"
+    return ""
 
 
 def _linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
@@ -318,18 +344,27 @@ def _nothing_matches(
     return f"trainer.lora.targets: {wrong} matches no linear layer of {kind}; there are {there}{why}"
 
 
-def _layer_names(names: Any) -> str:
-    """The last names of the layers that tensors belong to, for people.
+def _last_names(layers: Iterable[str]) -> str:
+    """For people.
 
-    >>> _layer_names(["base_model.model.model.layers.0.mlp.up_proj.lora_A.weight"])
-    'up_proj'
+    >>> _last_names(["model.layers.0.mlp.up_proj", "model.layers.0.self_attn.q_proj", "model.layers.1.mlp.up_proj"])
+    'q_proj, up_proj'
     """
-    return ", ".join(sorted({_last(layer_of(name)) for name in names}))
+    return ", ".join(sorted(set(map(_last, layers))))
 
 
 def _config_in(checkpoint: Path) -> dict[str, Any]:
     with guarded(f"checkpoint {checkpoint} is damaged: its {CONFIG_FILE} is no adapter's", CheckpointError):
         return {**json.loads((checkpoint / ADAPTER / CONFIG_FILE).read_text(encoding="utf-8"))}
+
+
+def _tensors_in(checkpoint: Path) -> tuple[set[str], str | None]:
+    """Names of the adapter's tensors, and what tells the weights that it is added to."""
+    from safetensors import safe_open
+
+    damaged = guarded(f"checkpoint {checkpoint} is damaged: its {TENSORS_FILE} is no adapter's", CheckpointError)
+    with damaged, safe_open(checkpoint / ADAPTER / TENSORS_FILE, framework="pt") as file:
+        return set(file.keys()), (file.metadata() or {}).get(_BASE)
 
 
 def _as_json(config: LoraConfig) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from tailrace.training.settings.lora import LoraSettings
 from tailrace.training.settings.losses import ClippedRatioSettings, DecoupledPpoSettings, LossSettings
 
 ComputeDtype: TypeAlias = Literal["float32", "bfloat16"]
+OptimizerName: TypeAlias = Literal["adamw", "muon"]
 ExportFormat: TypeAlias = Literal["parquet", "jsonl"]
 BESIDE_ROLLOUTS = b"tailrace.beside_rollouts"
 """In a Parquet file of exported tokens: nobody asked for it but by `observability.tokens_every_steps`."""
@@ -35,7 +36,7 @@ class TrainerSettings(BaseModel):
         " (docs/streams.md); the rest of this section is of our trainer then, and refused.",
     )
     learning_rate: float = Field(default=1e-5, gt=0, le=1, description="Learning rate after warm-up.")
-    optimizer: Literal["adamw", "muon"] = Field(
+    optimizer: OptimizerName = Field(
         default="adamw",
         description="muon: matrices inside of layers take the steps of Muon, as large as AdamW's; embeddings, head and"
         " vectors stay AdamW's.",

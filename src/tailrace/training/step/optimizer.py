@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from tailrace.errors import ModelError
 from tailrace.models.sizes import inner_matrices, is_matrix
-from tailrace.training.settings.trainer import TrainerSettings
+from tailrace.training.settings.trainer import OptimizerName, TrainerSettings
 from tailrace.training.step.offloaded_moments import OffloadedAdamW
 
 if TYPE_CHECKING:
@@ -83,6 +83,20 @@ def make_optimizer(model: PreTrainedModel, settings: TrainerSettings) -> torch.o
         adjust_lr_fn="match_rms_adamw",
     )
     return _Joined([muon, adamw])
+
+
+def optimizer_name(optimizer: torch.optim.Optimizer) -> OptimizerName:
+    """As `trainer.optimizer` has it."""
+    return "muon" if any("momentum" in group for group in optimizer.param_groups) else "adamw"
+
+
+def name_by_moments(kinds: Set[str]) -> OptimizerName:
+    """Of the optimizer that keeps moments of these kinds. Muon has weights that are AdamW's.
+
+    >>> name_by_moments({"step", "exp_avg", "exp_avg_sq", "momentum_buffer"})
+    'muon'
+    """
+    return "adamw" if kinds.isdisjoint(_MUON_KINDS) else "muon"
 
 
 def moment_kinds(optimizer: torch.optim.Optimizer) -> dict[Tensor, tuple[str, ...]]:
