@@ -8,7 +8,14 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    GptOssConfig,
+    GptOssForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from tailrace.cli import main
 from tailrace.errors import ModelError
@@ -57,6 +64,16 @@ def encoder_decoder(folder: Path) -> Path:
     return folder
 
 
+def with_sinks(folder: Path) -> Path:
+    config = GptOssConfig(
+        vocab_size=512, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8, num_local_experts=2, num_experts_per_tok=1, pad_token_id=None,
+    )  # fmt: skip
+    GptOssForCausalLM(config).save_pretrained(folder)
+    copy_tokenizer(BUNDLED, folder)
+    return folder
+
+
 def broken_gguf(folder: Path) -> Path:
     folder.mkdir()
     (folder / "model.gguf").write_bytes(b"GGUF\x03\x00\x00\x00" + b"\x01" * 20)
@@ -67,6 +84,7 @@ def broken_gguf(folder: Path) -> Path:
     ("make", "message"),
     [
         (save_state_model, "MambaForCausalLM cannot run on the torch engine: it has layers of type linear_attention"),
+        (with_sinks, "GptOssForCausalLM cannot run on the torch engine: it has attention sinks"),
         (encoder_decoder, "(transformers has no causal language model of this architecture: choose another model)"),
         pytest.param(
             *(broken_gguf, "(its files are incomplete or broken)"),
@@ -88,6 +106,15 @@ def test_what_a_run_would_refuse_is_refused(
     printed = capsys.readouterr()
     assert message in printed.err
     assert printed.out == ""
+
+
+@pytest.mark.parametrize("make", [save_state_model, with_sinks])
+def test_a_run_looks_as_closely_at_what_may_have_more_than_keys_and_values(
+    make: Callable[[Path], Path], tmp_path: Path
+) -> None:
+    model = str(make(tmp_path / "model"))
+    with pytest.raises(ModelError, match="cannot run on the torch engine"):
+        require_known_files(tiny_settings("--model.name", model))
 
 
 def test_a_quantized_model_is_refused_where_vllm_would_keep_it_packed(

@@ -28,7 +28,9 @@ from tailrace.run.parts import make_renderer, within_own_context
 from tailrace.run.teacher import teacher_settings
 
 _NUMBERS_OF_HEADS = {"num_attention_heads", "n_head"}
-_MAY_BE_REFUSED = re.compile(r"mamba|rwkv|ssm|lru|recurrent|conv|linear_|state_size|encoder_decoder", re.IGNORECASE)
+_MAY_BE_REFUSED = re.compile(
+    r"mamba|rwkv|ssm|lru|recurrent|conv|linear_|state_size|encoder_decoder|gpt_oss|sink", re.IGNORECASE
+)
 """What configurations of models say that have more than attention; others that do are looked at for nothing."""
 
 

@@ -150,6 +150,11 @@ def require_supported(model: PreTrainedModel) -> None:
         raise ModelError(
             f"{name} cannot run on the torch engine: it does not support transformers' attention interface"
         )
+    if any(weight.rpartition(".")[2] == "sinks" for weight, _ in model.named_parameters()):
+        raise ModelError(
+            f"{name} cannot run on the torch engine: it has attention sinks, and its attention is more than scaled dot "
+            "products over keys and values"
+        )
 
 
 def _difference(own: torch.Tensor, ours: torch.Tensor) -> float:
