@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from tailrace.batching import INCREMENTAL
 from tailrace.config.contradictions.contradiction import Contradiction, first_twice
-from tailrace.scheduling.settings import staleness_contradiction
+from tailrace.scheduling.settings import SchedulingSettings, staleness_contradiction
 
 if TYPE_CHECKING:
     from tailrace.config.settings import RunSettings
@@ -38,6 +38,13 @@ def _edges(settings: RunSettings) -> Iterator[Contradiction]:
             "stops them when the batch is formed: leave one of them out",
             *("scheduling.on_stale", "scheduling.on_straggler"),
         )
+
+
+def _restarts(settings: RunSettings) -> Iterator[Contradiction]:
+    scheduling, unset = settings.scheduling, SchedulingSettings().max_restarts
+    if scheduling.on_stale != "restart" and scheduling.max_restarts != unset:
+        message = "scheduling.max_restarts is for scheduling.on_stale = 'restart' alone: leave it out"
+        yield Contradiction(message, "scheduling.max_restarts", "scheduling.on_stale")
 
 
 def _early_release(settings: RunSettings) -> Iterator[Contradiction]:
@@ -113,6 +120,7 @@ CHECKS = (
     _end,
     _schedule,
     _edges,
+    _restarts,
     _early_release,
     _groups,
     _lengths,

@@ -106,6 +106,17 @@ class ClippedRatioSettings(CommonLossSettings):
     truncation: float = _truncation(2.0)
 
     @model_validator(mode="after")
+    def _bounds_are_of_ratios(self) -> Self:
+        fields, bounds = type(self).model_fields, ("truncation", "clip_low", "clip_high")
+        given = [name for name in bounds if getattr(self, name) != fields[name].default]
+        if self.correction == "none" and given:
+            raise ValueError(
+                f"{given[0]} is a bound of importance weights, and with correction = 'none' there are none: leave one "
+                "of them out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _truncation_reaches_the_clip(self) -> Self:
         if self.truncation < 1 + self.clip_high:
             raise ValueError(

@@ -189,6 +189,15 @@ class TrainerSettings(BaseModel):
         return require_device_name(device, "trainer.device", CPU_OR_CUDA)  # from others weights reach no generator
 
     @model_validator(mode="after")
+    def _head_is_computed_under_autocast(self) -> Self:
+        if self.head_dtype == "bfloat16" and self.chosen_dtype == "float32":
+            raise ValueError(
+                "head_dtype = 'bfloat16' is of a head under dtype = 'bfloat16', and dtype is 'float32' (unset: on a "
+                'CPU), where nothing is rounded: leave it out, or write dtype = "bfloat16"'
+            )
+        return self
+
+    @model_validator(mode="after")
     def _decoupled_ppo_needs_steps(self) -> Self:
         if isinstance(self.loss, DecoupledPpoSettings) and self.steps_per_batch == 1:
             raise ValueError(
