@@ -28,9 +28,9 @@ OTHER = "other"
 """What runs on the event loop outside of every phase."""
 
 _CPU_FRESH_NS = 5_000_000
-"""A reading of the CPU clock that is older is renewed when a turn begins. A stretch that turns out to be long is charged
-with what the thread has computed since the last reading, at most: at worst with so much, and what its turn ran before
-it, too much."""
+"""A reading of the CPU clock that is older is renewed when a turn begins. A stretch that turns out to be long is
+charged with what the thread has computed since the last reading, at most: at worst with so much, and what its turn ran
+before it, too much."""
 
 _thread = threading.get_ident
 
