@@ -285,12 +285,12 @@ async def test_a_checkpoint_of_other_environments_is_refused(tmp_path: Path) -> 
     assert "resume with the same environments" in summary.reason
 
 
-async def test_a_port_that_is_taken_is_told_before_anything_is_started(tmp_path: Path) -> None:
+async def test_a_port_that_is_taken_is_told_before_any_role_is_started(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(SettingsError, match=rf"gateway.port = {port}: cannot listen there \(Address already"):
             await run_inline(tmp_path, "--max_steps", "1", "--gateway.port", str(port))
-    assert not (tmp_path / "run").exists()
+    assert not (tmp_path / "run" / "events.jsonl").exists()
 
 
 async def test_a_disk_that_takes_neither_the_scheduler_s_state_nor_a_last_save_is_told_of_both(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from functools import partial
 from itertools import zip_longest
 
 from tailrace.config import RunSettings
-from tailrace.gateway import Gateway
+from tailrace.gateway import Gateway, require_free_port
 from tailrace.generation.holding import HoldingGenerate
 from tailrace.generation.recorded_generate import RecordedGenerate
 from tailrace.lifecycle.launchers import launcher_class
@@ -169,6 +169,7 @@ async def compose(ground: RunGround) -> AsyncIterator[ComposedRun]:
     """Start the roles, and make all parts around them; on leaving, the roles are ended."""
     settings, paths, environments = ground.settings, ground.paths, ground.environments
     raise_file_limit()
+    require_free_port(settings.gateway)  # which `offered` takes once roles are there
     with writing(paths.root):
         log = FileEventLog(paths.events, uuid.uuid4().hex)
     writers = RunWriters(queue_records=settings.observability.queue_records)

@@ -23,7 +23,6 @@ from tailrace.cancelling import cancelled
 from tailrace.config import RUNS, RunSettings, SettingsFile, plan_run, with_decay_end, with_scaled_deadlines
 from tailrace.config.shutdown import HURRIED_WRITES_S
 from tailrace.errors import TailraceError
-from tailrace.gateway import require_free_port
 from tailrace.lifecycle.exit_codes import ExitCode, exit_code_named, exit_code_of
 from tailrace.lifecycle.garbage import hold_old_objects
 from tailrace.lifecycle.launchers import launcher_class
@@ -150,7 +149,6 @@ async def _train_in(
     await asyncio.to_thread(partial(require_room, settings, tasks=tasks))
     await asyncio.to_thread(require_frozen_models, settings)
     await require_endpoint(settings, renderer)
-    require_free_port(settings.gateway)
     plan = plan_run(settings, {name: len(loaded.spec.train_tasks) for name, loaded in environments.items()})
     settings = with_decay_end(settings, plan)
     changed = record_settings(given, paths, recipe)
