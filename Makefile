@@ -67,7 +67,7 @@ test-all: install-dev test-torch-floor test-newest .venv-openenv/.installed envi
 NEWEST_PYTHON = $(shell for minor in 14 13 12 11; do python3.$$minor -c '' 2> /dev/null && echo python3.$$minor && break; done)
 
 test-newest: .venv-newest/.installed  ## Roles, messages and whole runs with the newest Python and packages that are declared, as users install them.
-	.venv-newest/bin/python -m pytest -q -n 2 --dist loadgroup -m 'not long' tests/records tests/transport tests/rollouts tests/generation/rpc tests/run
+	.venv-newest/bin/python -m pytest -q -n 2 --dist loadgroup -m 'not long' tests/records tests/models tests/transport tests/rollouts tests/generation/rpc tests/run
 
 .venv-newest/.installed: pyproject.toml
 	$(NEWEST_PYTHON) -m venv --clear .venv-newest

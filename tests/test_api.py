@@ -190,6 +190,16 @@ def test_environments_may_be_objects_of_this_process_or_of_a_module() -> None:
     assert "count = 64" in written
 
 
+def test_a_spec_of_the_program_itself_has_no_module_that_other_processes_could_import(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    spec = EnvironmentSpec(name="here", agent=run_environments.answer)
+    program = sys.modules["__main__"]
+    monkeypatch.setattr(program, "here", spec, raising=False)
+    monkeypatch.setitem(sys.modules, "__mp_main__", program)  # as multiprocessing does
+    assert _importable_name(spec) is None
+
+
 def test_to_find_the_module_of_a_spec_asks_none_for_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
     lazy = ModuleType("lazy")
 

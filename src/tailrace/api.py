@@ -283,7 +283,7 @@ def _importable_name(given: object) -> str | None:
     names = [*sys.modules] if isinstance(given, EnvironmentSpec) else [str(getattr(given, "__module__", ""))]
     for name in names:
         held = getattr(sys.modules.get(name), "__dict__", {})  # no `getattr` for its names: some modules import at that
-        if name == "__main__":
+        if sys.modules.get(name) is sys.modules["__main__"]:  # multiprocessing calls it `__mp_main__`, too
             continue
         for attribute in (own, *held):
             if held.get(attribute) is given and not attribute.startswith("_"):  # `builtins._` is what was typed last

@@ -362,6 +362,22 @@ def test_a_dry_run_says_that_parquet_needs_an_extra(
     assert 'trainer.export_tokens = "parquet" needs pyarrow: pip install "tailrace[parquet]", or choose "jsonl"' in said
 
 
+@pytest.mark.parametrize(
+    ("asked", "what"),
+    [
+        (("--gateway.port", "8123"), "gateway.port"),
+        (("--environment.name", "examples.own_outside:sorting"), "environment 'sorting', which clients outside play,"),
+    ],
+)
+def test_a_dry_run_says_that_http_from_the_start_needs_an_extra(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], asked: tuple[str, ...], what: str
+) -> None:
+    hide(monkeypatch, "httptools")
+    assert main([*DRY, *asked]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert f'{what} needs httptools: pip install "tailrace[gateway]", or leave it out' in said
+
+
 def test_what_a_trainer_needs_is_asked_for_on_its_machine_alone(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -332,7 +332,7 @@ def _finish_unpacking(model: Any, dtype: torch.dtype) -> None:
     """
     for weight in model.parameters():
         weight.data = weight.data.to(dtype)
-    del model._weight_conversions
+    vars(model).pop("_weight_conversions", None)  # which transformers 5.24 removes itself
 
 
 def model_without_memory(config: Any) -> PreTrainedModel:

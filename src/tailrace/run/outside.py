@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tailrace.errors import SettingsError
+from tailrace.extras import require_extra
 from tailrace.records import SamplingParams
 from tailrace.reporting.gauges import Gauge
 from tailrace.rollouts import LoadedEnvironment, RolloutPolicy
@@ -27,6 +28,12 @@ def require_inside(environments: Mapping[str, LoadedEnvironment], command: str) 
                 f"environment {name!r} is played by clients outside, which find a run by its folder: `{command}` has "
                 "none. Train it, with evaluation.every_steps for its held-out tasks"
             )
+
+
+def require_gateway(wanted: bool, what: str, key: tuple[str | int, ...] = ()) -> None:
+    """Raise `SettingsError` where `what` asks for HTTP from the start, and what that needs is not installed."""
+    for package in ("starlette", "uvicorn", "httptools") if wanted else ():
+        require_extra(package, extra="gateway", what=what, key=key)
 
 
 @contextlib.asynccontextmanager

@@ -26,6 +26,7 @@ from tailrace.records import Completion, GenerationRequest, OnChunk
 from tailrace.rollouts import ChatRenderer
 from tailrace.run.asked import asked_policies
 from tailrace.run.engines import build_engine, engine_factory, require_engine
+from tailrace.run.outside import require_gateway
 from tailrace.run.ranks import follow_rank, own_device, torchrun_rank
 from tailrace.transport.keys import read_http_key, read_or_write_keys, require_safe_address, write_http_key
 from tailrace.transport.owned_folders import OwnedFolder, own_shared_memory, remove_leftovers
@@ -55,6 +56,7 @@ async def serve(
         await asyncio.to_thread(require_weights, settings.model.name)
         follow_rank(partial(build_engine, settings.model, settings.generator), rank)
         return ExitCode.FINISHED
+    require_gateway(settings.gateway is not None, "--http")
     require_safe_address(address, has_keys=key is not None, setting="--address", key_setting="--key")
     copy_to = "where the run is, and name it there with --generator.connect_key"
     keys = await asyncio.to_thread(read_or_write_keys, key, "--key", say, copy_to=copy_to) if key else None

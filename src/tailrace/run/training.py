@@ -48,6 +48,7 @@ from tailrace.run.folder import RunPaths, count_starts, open_run_folder, record_
 from tailrace.run.limits import require_room
 from tailrace.run.model_checks import require_frozen_models, require_known_files, require_plain_weights
 from tailrace.run.notices import wait_for_notice
+from tailrace.run.outside import require_gateway
 from tailrace.run.outside_trainer import require_own_process
 from tailrace.run.ownership import OWNER_FILE, Ownership, wait_for_owner_elsewhere
 from tailrace.run.page import page_beside, require_page, views_of_report
@@ -209,8 +210,11 @@ def checked_environments(settings: RunSettings, given: Mapping[str, object]) -> 
         require_export(settings.trainer.export_tokens)
     require_parquet(settings.observability.tokens_every_steps)
     require_page(settings.observability.ui)
+    require_gateway(bool(settings.gateway.port), "gateway.port", ("gateway", "port"))
     require_trackers(settings.observability.trackers)
     environments = load_environments(settings, given)
+    for name, loaded in environments.items():
+        require_gateway(loaded.is_outside, f"environment {name!r}, which clients outside play,")
     if settings.evaluation.every_steps is not None:
         require_held_out_tasks(environments)
     return environments
