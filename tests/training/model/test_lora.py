@@ -197,7 +197,8 @@ def test_targets_that_peft_takes_for_experts_are_refused(family: str, target: st
 
 def test_a_model_of_which_peft_adapts_more_than_the_targets_is_refused() -> None:
     """It goes by the end of a name, and this one is outside of the decoder."""
-    model, spare = tiny_model("llama"), torch.nn.Linear(8, 8)
+    model = tiny_model("llama")
+    spare: torch.nn.Module = torch.nn.Linear(8, 8)
     for part in ("q_proj", "self_attn", "0", "layers", "model"):
         spare = torch.nn.ModuleDict({part: spare})
     model.add_module("spare", spare)

@@ -53,9 +53,9 @@ def write_moments(folder: Path, moments: Moments, ranks: Ranks) -> None:
 def other_optimizer(folder: Path, chosen: OptimizerName) -> str:
     """Why an optimizer cannot go on with the moments in a checkpoint's folder; empty where it can.
 
-    Raises `CheckpointError` for a damaged one.
+    Raises `CheckpointError` where they cannot be read.
     """
-    with guarded(f"checkpoint {folder.parent} is damaged: {folder.name}/.metadata is not one", CheckpointError):
+    with guarded(f"checkpoint {folder.parent} does not fit this run's model", CheckpointError):
         kinds = {key.rpartition("/")[2] for key in _written(folder)}
     saved = name_by_moments(kinds)
     if not kinds or saved == chosen:  # of a run before its first step
