@@ -6,10 +6,13 @@ import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.support.lost_output import closed_pipe, full_disk
+
+from tailrace.environments.installed import pinned
 
 CLOSED = ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"]
 
@@ -71,5 +74,19 @@ def test_an_error_that_nobody_can_be_told_has_its_status_all_the_same(
     lost: Callable[[], AbstractContextManager[object]],
 ) -> None:
     with lost() as nowhere:
-        done = run(["trian"], stderr=nowhere)
-    assert done.returncode == 2
+        done = run(wrong, stdout=subprocess.PIPE, stderr=nowhere)
+    assert (done.returncode, done.stdout) == (2, b"")
+
+
+@pytest.mark.parametrize("lost", [full_disk, closed_pipe])
+def test_what_a_command_says_beside_its_work_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: Callable[[], AbstractContextManager[object]]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    installed = pinned("verifiers==0.4.0")
+    installed.python.parent.mkdir(parents=True)
+    installed.python.touch()
+    installed.mark()
+    with lost() as nowhere:
+        done = run(["environments", "install", str(installed)], stdout=nowhere, stderr=subprocess.PIPE)
+    assert (done.returncode, done.stderr) == (0, b"")

@@ -130,6 +130,18 @@ async def test_http_clients_are_answered_once_a_run_began_with_another_generator
     assert second.json()["choices"] == first.json()["choices"]
 
 
+async def test_a_service_whose_output_nobody_reads_serves_all_the_same() -> None:
+    address = f"tcp://127.0.0.1:{free_port()}"
+    with serving("--address", address) as process:
+        assert process.stdout is not None
+        process.stdout.close()
+        run = GeneratorClient(address)
+        assert (await run.hello("run")).model.name == "bundled:quickstart"
+        await run.leave()
+        process.send_signal(signal.SIGTERM)
+        assert await asyncio.to_thread(process.wait, PATIENCE_S) == 143
+
+
 def no_weights(ref: ModelStateDictRef, held: str) -> NoReturn:
     raise AssertionError("the run ends before it sends any")
 

@@ -69,6 +69,12 @@ def show(text: str) -> None:
 
 def show_rendered(what: RenderableType, *, width: int | None = None) -> None:
     """A table, as wide as the terminal unless told."""
+def tell(text: str) -> None:
+    """What a command says beside its work: what standard output does not take is left out."""
+    with suppress(OutputLost):
+        show(text)
+
+
     with printing():
         _Console(width=width).print(what)
 

@@ -10,7 +10,7 @@ import tyro
 from rich.markup import escape
 from rich.table import Table
 
-from tailrace.commands.arguments import refuse, show, show_rendered, write_out
+from tailrace.commands.arguments import refuse, show_rendered, tell, write_out
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class FetchSmollm2:
 
         refuse(overrides)
         require_writable(self.folder / "config.json", "FOLDER", makes_folders=True)
-        show(f"wrote {export_smollm2(self.folder)}")
+        tell(f"wrote {export_smollm2(self.folder)}")
         return 0
 
 
@@ -79,5 +79,5 @@ class Environments:
         from tailrace.environments.installed import install, pinned
 
         refuse(overrides)
-        install(pinned(self.requirement), self.packages, report_progress=show)
+        install(pinned(self.requirement), self.packages, report_progress=tell)
         return 0

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import tyro
 
-from tailrace.commands.arguments import KeyFile, RunName, refuse, run_to_end, show
+from tailrace.commands.arguments import KeyFile, RunName, refuse, run_to_end, tell
 from tailrace.errors import SettingsError
 
 
@@ -42,7 +42,7 @@ class Serve:
         settings = load_serve_settings(self.model, overrides, self.http)
         if self.http_key and settings.gateway is None:
             raise SettingsError("--http-key is about HTTP: say where to listen (--http)")
-        return run_to_end(serve(settings, self.address or ADDRESS, self.key, show, http_key=self.http_key))
+        return run_to_end(serve(settings, self.address or ADDRESS, self.key, tell, http_key=self.http_key))
 
     def _join(self, run: str, overrides: list[str]) -> int:
         from tailrace.run.joined_serving import JoinOptions, serve_run
@@ -50,7 +50,7 @@ class Serve:
         if self.http or self.http_key:
             raise SettingsError("--http: a generator that joins a run answers that run alone")
         options = JoinOptions(run, self.key, self.address, self.model, overrides)
-        return run_to_end(serve_run(options, show))
+        return run_to_end(serve_run(options, tell))
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Leave:
 
         refuse(overrides)
         run_to_end(release(self.run, self.generator, self.key))
-        show(f"{self.generator} leaves the run {self.run}")
+        tell(f"{self.generator} leaves the run {self.run}")
         return 0
 
 
@@ -92,7 +92,7 @@ class Join:
         from tailrace.run.joining import join
 
         refuse(overrides)
-        return run_to_end(join(self.name, self.redis, self.runs, self.prefix, show))
+        return run_to_end(join(self.name, self.redis, self.runs, self.prefix, tell))
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from tailrace.commands.arguments import (
     show,
     show_progress,
     show_rendered,
+    tell,
     write_out,
 )
 from tailrace.errors import SettingsError
@@ -136,4 +137,4 @@ class Ui:
         from tailrace.dashboard.chat import chat_place
 
         refuse(overrides)
-        return run_to_end(serve_dashboard(self.folder, self.address, show, chat=chat_place(self.chat, self.chat_key)))
+        return run_to_end(serve_dashboard(self.folder, self.address, tell, chat=chat_place(self.chat, self.chat_key)))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -18,9 +17,10 @@ from tailrace.commands.arguments import (
     show,
     show_error,
     show_progress,
+    tell,
     terminal_columns,
 )
-from tailrace.errors import OutputLost, SettingsError
+from tailrace.errors import SettingsError
 
 
 @dataclass(frozen=True)
@@ -73,11 +73,10 @@ class Train:
             recipe = read_settings_file(self.recipe)
             summary = run_to_end(train(settings, recipe=recipe, resume_with=resume_with))
         stopped = (ExitCode.INTERRUPTED, ExitCode.TERMINATED, ExitCode.HUNG_UP, ExitCode.PREEMPTED)
-        with suppress(OutputLost):  # all of it is in the run's folder, and its status is the run's
-            show(summary_text(summary, terminal_columns()))
-            show(f"  in          runs/{settings.name}")
-            if summary.exit_code in stopped and summary.checkpoint_path:
-                show(f"  go on with  {resume_with}")
+        tell(summary_text(summary, terminal_columns()))  # which is in the run's folder; the status is the run's
+        tell(f"  in          runs/{settings.name}")
+        if summary.exit_code in stopped and summary.checkpoint_path:
+            tell(f"  go on with  {resume_with}")
         return summary.exit_code
 
 
