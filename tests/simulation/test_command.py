@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from tailrace.config.simulating import list_plans, load_plans
 from tailrace.errors import SettingsError
 from tailrace.simulation import simulate
 from tailrace.simulation.charts import timeline_png
+from tests.support.lost_output import full_disk
 
 PLAN = """
 steps = 4
@@ -68,6 +71,22 @@ def test_the_command_prints_a_table_and_draws_timelines(
     assert "small buffer" in printed
     assert "staleness, mean" in printed
     assert png.read_bytes().startswith(b"\x89PNG")
+
+
+def test_timelines_are_drawn_where_the_table_cannot_be_printed(plan: str, tmp_path: Path) -> None:
+    png = tmp_path / "timeline.png"
+    simulation = [sys.executable, "-m", "tailrace", "simulate", plan, "--png", str(png)]
+    with full_disk() as full:
+        done = subprocess.run(simulation, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, "standard output takes nothing more" in done.stderr) == (1, True), done.stderr
+    assert png.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_table_is_printed_where_timelines_cannot_be_saved(plan: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", plan, "--png", "/dev/full"]) == 2
+    printed = capsys.readouterr()
+    assert "small buffer" in printed.out
+    assert "--png: cannot write /dev/full: No space left on device" in printed.err
 
 
 def test_the_command_prints_figures_for_programs(plan: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -57,15 +57,17 @@ class Simulate:
         for plan in load_plans(self.plan, overrides, sweep=self.sweep, tell_left_out=show_progress):
             runs.append(simulate(plan))
             show_progress(f"  {plan.name}: {runs[-1].duration_s / 3600:.1f} h simulated")
-        if self.json:
-            write_out(json.dumps([record(run) for run in runs]) + "\n")
-        else:
-            show_rendered(comparison(runs))
-        if self.png is not None:
-            from tailrace.simulation.charts import timeline_png
+        try:
+            if self.json:
+                write_out(json.dumps([record(run) for run in runs]) + "\n")
+            else:
+                show_rendered(comparison(runs))
+        finally:  # the one may fail where the other does not
+            if self.png is not None:
+                from tailrace.simulation.charts import timeline_png
 
-            with writing_to(self.png, "--png"):
-                self.png.write_bytes(timeline_png(runs))
+                with writing_to(self.png, "--png"):
+                    self.png.write_bytes(timeline_png(runs))
         return 0
 
 
