@@ -54,7 +54,7 @@ def run(arguments: list[str], **streams: Any) -> subprocess.CompletedProcess[byt
     return subprocess.run([sys.executable, "-m", "tailrace", *arguments], check=False, **streams)
 
 
-@pytest.mark.parametrize("command", ["recipes", "settings"])
+@pytest.mark.parametrize("command", ["recipes", "settings", "--help"])
 def test_a_result_that_a_full_disk_does_not_take_is_told_in_a_sentence(command: str) -> None:
     with full_disk() as full:
         done = run([command], stdout=full, stderr=subprocess.PIPE)
@@ -62,7 +62,7 @@ def test_a_result_that_a_full_disk_does_not_take_is_told_in_a_sentence(command: 
     assert (done.returncode, done.stderr.decode().strip()) == (1, expected)
 
 
-@pytest.mark.parametrize("command", ["recipes", "settings"])
+@pytest.mark.parametrize("command", ["recipes", "settings", "--help"])
 def test_one_that_nobody_reads_on_ends_quietly(command: str) -> None:
     with closed_pipe() as pipe:
         done = run([command], stdout=pipe, stderr=subprocess.PIPE)
@@ -70,8 +70,9 @@ def test_one_that_nobody_reads_on_ends_quietly(command: str) -> None:
 
 
 @pytest.mark.parametrize("lost", [full_disk, closed_pipe])
+@pytest.mark.parametrize("wrong", [["trian"], ["train", "--dry-run"]])
 def test_an_error_that_nobody_can_be_told_has_its_status_all_the_same(
-    lost: Callable[[], AbstractContextManager[object]],
+    lost: Callable[[], AbstractContextManager[object]], wrong: list[str]
 ) -> None:
     with lost() as nowhere:
         done = run(wrong, stdout=subprocess.PIPE, stderr=nowhere)

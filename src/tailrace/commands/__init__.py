@@ -20,9 +20,12 @@ tailrace --version
 
 from __future__ import annotations
 
+import io
 import os
+import sys
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stderr, suppress
 from dataclasses import fields, replace
 from difflib import get_close_matches
 from functools import reduce
@@ -90,8 +93,8 @@ def status_of(given: Sequence[str]) -> int:
             show(f"tailrace {__version__}")
             return ExitCode.FINISHED
         _require_command(given)
-        with printing():  # help
-            command, overrides = parse(given)
+        command, overrides = _parsed(given)
+        working_folder()  # which much of what follows asks for
         return command(overrides)
     except OutputLost as lost:
         if not lost.reader_has_left:
@@ -116,6 +119,20 @@ def _require_command(arguments: Sequence[str]) -> None:
 
 
 def parse(arguments: Sequence[str]) -> tuple[Callable[[list[str]], int], list[str]]:
+def _parsed(given: Sequence[str]) -> tuple[Callable[[list[str]], int], list[str]]:
+    """`parse`, which may print help. Raises `OutputLost` where standard output does not take that.
+
+    What standard error does not take, of an option that is wrong, is left out, and the status is its own.
+    """
+    said = io.StringIO()
+    try:
+        with printing(), redirect_stderr(said):
+            return parse(given)
+    finally:
+        with suppress(OSError):
+            sys.stderr.write(said.getvalue())
+
+
     """The command that these arguments mean, and what of them are settings; exits for an option that it has not.
 
     tyro sees no setting: it gives an argument that may be left out the text "[]" where any option is unknown to it.

@@ -54,8 +54,10 @@ class _Console(Console):
 def printing() -> Iterator[None]:
     """Around what prints the result of a command. Raises `OutputLost` where standard output does not take it."""
     try:
-        yield
-        sys.stdout.flush()
+        try:
+            yield
+        finally:  # who prints help exits
+            sys.stdout.flush()
     except OSError as error:
         give_up(sys.stdout)
         raise OutputLost(error) from error
@@ -67,14 +69,14 @@ def show(text: str) -> None:
         _Console().print(text, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 
-def show_rendered(what: RenderableType, *, width: int | None = None) -> None:
-    """A table, as wide as the terminal unless told."""
 def tell(text: str) -> None:
     """What a command says beside its work: what standard output does not take is left out."""
     with suppress(OutputLost):
         show(text)
 
 
+def show_rendered(what: RenderableType, *, width: int | None = None) -> None:
+    """A table, as wide as the terminal unless told."""
     with printing():
         _Console(width=width).print(what)
 
