@@ -124,7 +124,15 @@ def test_an_argument_that_the_environment_refuses_is_told_with_its_file_and_line
 
 
 @pytest.mark.parametrize(
-    "command", [["train", "quickstart"], ["train", "quickstart", "--dry-run"], ["eval", "quickstart"]]
+    "command",
+    [
+        ["train", "quickstart"],
+        ["train", "quickstart", "--dry-run"],
+        ["eval", "quickstart"],
+        ["serve", "bundled:quickstart"],
+        ["simulate", "long-tail"],
+        ["ui"],
+    ],
 )
 def test_a_folder_that_was_removed_under_the_command_is_told_in_a_sentence(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: list[str]

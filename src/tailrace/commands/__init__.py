@@ -43,6 +43,7 @@ from tailrace.commands.generators import Join, Key, Leave, Serve
 from tailrace.commands.offline import Replay, Simulate, Ui
 from tailrace.commands.runs import Evaluate, Train, Try
 from tailrace.errors import OutputLost, SettingsError, TailraceError
+from tailrace.user_code import working_folder
 
 __all__ = [
     "Cluster",
@@ -118,7 +119,6 @@ def _require_command(arguments: Sequence[str]) -> None:
         raise SettingsError(f"there is no command {word!r}; {hint}")
 
 
-def parse(arguments: Sequence[str]) -> tuple[Callable[[list[str]], int], list[str]]:
 def _parsed(given: Sequence[str]) -> tuple[Callable[[list[str]], int], list[str]]:
     """`parse`, which may print help. Raises `OutputLost` where standard output does not take that.
 
@@ -133,6 +133,7 @@ def _parsed(given: Sequence[str]) -> tuple[Callable[[list[str]], int], list[str]
             sys.stderr.write(said.getvalue())
 
 
+def parse(arguments: Sequence[str]) -> tuple[Callable[[list[str]], int], list[str]]:
     """The command that these arguments mean, and what of them are settings; exits for an option that it has not.
 
     tyro sees no setting: it gives an argument that may be left out the text "[]" where any option is unknown to it.
