@@ -120,6 +120,28 @@ async def test_a_last_save_that_hangs_is_given_up_once_a_run_that_finishes_is_as
     assert reason in summary.reason
 
 
+async def test_what_fails_while_a_trainer_saves_its_last_step_is_no_reason_of_a_run_that_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, events = StagedCheckpoint.write, tmp_path / "run" / "events.jsonl"
+
+    def on_step(metrics: StepMetrics) -> None:
+        raise ValueError("of a callback")
+
+    def write_once_it_failed(staged: StagedCheckpoint) -> Path:
+        until_s = time.monotonic() + PATIENCE_S
+        while "StopRequested" not in events.read_text() and time.monotonic() < until_s:
+            time.sleep(0.01)
+        return write(staged)
+
+    monkeypatch.setattr(StagedCheckpoint, "write", write_once_it_failed)
+    with pytest.raises(ValueError, match="of a callback"):
+        await run_inline(tmp_path, "--max_steps", "1", callbacks=Callbacks(on_step))
+    assert "on_step raised ValueError: of a callback" in events.read_text()
+    summary = read_summary(tmp_path / "run")
+    assert (summary.status, summary.reason) == (RunStatus.FINISHED, "max_steps = 1 reached")
+
+
 async def test_nothing_to_train_on_fails_the_run_and_says_why(tmp_path: Path) -> None:
     summary = await run_inline(
         tmp_path, *environment("praising"), "--scheduling.filter_zero_spread", "true", "--max_steps", "5"

@@ -265,7 +265,7 @@ class Orchestrator(WeightListener, ReplicaListener):
         """
         if follower.exception() is None:
             ended, stop = follower.result(), self._stop
-            if stop is None or stop.status is not RunStatus.FAILED or stop.reason in ended.reason:
+            if stop is None or stop.reason in ended.reason or {stop.status, ended.status} != {RunStatus.FAILED}:
                 return ended
             return msgspec.structs.replace(ended, reason=f"{stop.role}: {stop.reason}; then {ended.reason}")
         self.error = follower.exception()
@@ -298,14 +298,14 @@ class Orchestrator(WeightListener, ReplicaListener):
         """Wait for the trainer's answer; where it is gone, too late or has nothing to save, write the record for it."""
         is_cut_short = self._until(lambda: self._cut_short is not None)  # till then it has all the time that it takes
         await first_done(asyncio.wait({follower}), self._roles.trainer.gone(), is_cut_short)
-        stop, status = self._cut_short, RunStatus.FAILED
+        stop = self._cut_short
         if follower.done():
             return
+        # A rank that failed asks for itself: rank 0, or the end of a process, tells of its error, with its class
         if stop is not None and stop.role == ROLE and self._roles.trainer.is_loading:
-            status = stop.status
-            why = str(self.error or stop.reason) if status is RunStatus.FAILED else f"{ROLE}: {stop.reason}"
+            status, why = stop.status, f"{ROLE}: {stop.reason}"
         elif missing := await self._unanswered(follower):
-            why = str(self.error or missing)
+            status, why = RunStatus.FAILED, str(self.error or missing)
         else:
             return
         record = TrainerEnded(epoch=self._log.epoch, status=status, step=self.step, reason=why)
