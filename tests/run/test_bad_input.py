@@ -15,6 +15,7 @@ import pytest
 from tailrace.cli import main
 from tailrace.config import load_settings
 from tailrace.errors import DataError, ModelError, SettingsError
+from tailrace.free_ports import free_port
 from tailrace.records import RunStatus
 from tailrace.reporting.summary import RunSummary
 from tailrace.rollouts import ChatRenderer
@@ -285,11 +286,15 @@ async def test_a_checkpoint_of_other_environments_is_refused(tmp_path: Path) -> 
     assert "resume with the same environments" in summary.reason
 
 
-async def test_a_port_that_is_taken_is_told_before_any_role_is_started(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        with pytest.raises(SettingsError, match=rf"gateway.port = {port}: cannot listen there \(Address already"):
-            await run_inline(tmp_path, "--max_steps", "1", "--gateway.port", str(port))
+@pytest.mark.parametrize("workers", [0, 2])
+async def test_a_port_that_is_taken_is_told_before_any_role_is_started(tmp_path: Path, workers: int) -> None:
+    """That of the orchestrator, or of the last agent worker."""
+    port = free_port(count=1 + workers)
+    asked = ("--gateway.port", str(port), "--rollouts.agent_workers", str(workers), "--observability.live", "off")
+    taken = port + workers
+    refused = pytest.raises(SettingsError, match=rf"gateway.port = {taken}: cannot listen there \(Address already")
+    with socket.create_server(("127.0.0.1", taken)), refused:
+        await train(tiny_settings("--max_steps", "1", *asked, parent=tmp_path), tmp_path)
     assert not (tmp_path / "run" / "events.jsonl").exists()
 
 

@@ -165,6 +165,15 @@ def test_settings_of_http_without_it_are_refused(
     assert why in " ".join(capsys.readouterr().err.split())
 
 
+def test_a_port_of_http_that_is_taken_is_told_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["serve", "bundled:quickstart", *SMALL, "--http", f"127.0.0.1:{port}"]) == 2
+    printed = capsys.readouterr()
+    assert f"gateway.port = {port}: cannot listen there (Address already" in " ".join(printed.err.split())
+    assert printed.out == ""
+
+
 def test_a_service_that_is_refused_says_why_and_ends() -> None:
     with serving("--http", "8000") as process:
         status, printed = refusal(process)

@@ -6,6 +6,6 @@ The gateway is one more driver of a rollout's branches: what is recorded is what
 of whoever plays the rollouts, and knows neither engines nor schedules. What can be asked of it: `docs/gateway.md`.
 """
 
-from tailrace.gateway.gateway import Gateway, require_free_port
+from tailrace.gateway.gateway import Gateway, require_free_ports
 
-__all__ = ["Gateway", "require_free_port"]
+__all__ = ["Gateway", "require_free_ports"]

@@ -34,10 +34,13 @@ CLOSE_S = 5.0
 _LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}
 
 
-def require_free_port(settings: GatewaySettings) -> None:
-    """Raise `SettingsError` where a port of its own is another's, before anything is started that would need it."""
-    if settings.port:
-        _listener(settings).close()
+def require_free_ports(settings: GatewaySettings, agent_workers: int = 0) -> None:
+    """Raise `SettingsError` where a port of its own is another's, before anything is started that would need it.
+
+    Or one of those after it, of so many agent workers on this machine.
+    """
+    for port in range(settings.port, settings.port + 1 + agent_workers) if settings.port else ():
+        _listener(settings.model_copy(update={"port": port})).close()
 
 
 class Gateway(Endpoints):

@@ -15,7 +15,7 @@ from functools import partial
 from itertools import zip_longest
 
 from tailrace.config import RunSettings
-from tailrace.gateway import Gateway, require_free_port
+from tailrace.gateway import Gateway, require_free_ports
 from tailrace.generation.holding import HoldingGenerate
 from tailrace.generation.recorded_generate import RecordedGenerate
 from tailrace.lifecycle.launchers import launcher_class
@@ -49,7 +49,7 @@ from tailrace.run.folder import RunPaths, writing
 from tailrace.run.orchestrator import Orchestrator
 from tailrace.run.outside import offered, waits_for_clients
 from tailrace.run.outside_trainer import OutsideTrainer
-from tailrace.run.parts import held_out_tasks, open_rollouter, with_own_judges
+from tailrace.run.parts import agent_workers_here, held_out_tasks, open_rollouter, with_own_judges
 from tailrace.run.scheduler_states import SchedulerStates
 from tailrace.run.started_roles import StartedRoles, start_roles
 from tailrace.run.teacher import make_teacher
@@ -169,7 +169,7 @@ async def compose(ground: RunGround) -> AsyncIterator[ComposedRun]:
     """Start the roles, and make all parts around them; on leaving, the roles are ended."""
     settings, paths, environments = ground.settings, ground.paths, ground.environments
     raise_file_limit()
-    require_free_port(settings.gateway)  # which `offered` takes once roles are there
+    require_free_ports(settings.gateway, agent_workers_here(settings, environments))  # taken once roles are there
     with writing(paths.root):
         log = FileEventLog(paths.events, uuid.uuid4().hex)
     writers = RunWriters(queue_records=settings.observability.queue_records)

@@ -123,6 +123,14 @@ def _why_no_rows(spec: EnvironmentSpec) -> str:
     return ""
 
 
+def agent_workers_here(settings: RunSettings, environments: Mapping[str, LoadedEnvironment]) -> int:
+    """How many run on this machine."""
+    if not any(loaded.is_apart for loaded in environments.values()):
+        return 0
+    are_hosted = launcher_class(settings.placement).hosts_agents and settings.rollouts.hosted_worker_names
+    return 0 if are_hosted else settings.rollouts.num_agent_workers
+
+
 def describe_places(settings: RunSettings, environments: Mapping[str, LoadedEnvironment]) -> list[str]:
     """Where users' agents run, for people: those in agent workers, those of clients outside, each that has to stay."""
     sentences = []

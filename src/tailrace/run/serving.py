@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from tailrace.config.serving import ServeSettings
-from tailrace.gateway import Gateway
+from tailrace.gateway import Gateway, require_free_ports
 from tailrace.generation.engine_thread.generator import Generator
 from tailrace.generation.rpc.server import GeneratorServer, StandAlone
 from tailrace.generation.rpc.uploads import UploadedModelStateDicts
@@ -57,6 +57,8 @@ async def serve(
         follow_rank(partial(build_engine, settings.model, settings.generator), rank)
         return ExitCode.FINISHED
     require_gateway(settings.gateway is not None, "--http")
+    if settings.gateway is not None:
+        require_free_ports(settings.gateway)
     require_safe_address(address, has_keys=key is not None, setting="--address", key_setting="--key")
     copy_to = "where the run is, and name it there with --generator.connect_key"
     keys = await asyncio.to_thread(read_or_write_keys, key, "--key", say, copy_to=copy_to) if key else None
