@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 import math
 import threading
 import time
@@ -345,6 +346,18 @@ async def test_cancellation_is_recorded_once_and_passed_on(world: World) -> None
         await running
     ended = [event for event in await world.events() if isinstance(event, TrainerEnded)]
     assert [event.status for event in ended] == [RunStatus.CANCELLED]
+
+
+async def test_a_cancellation_after_the_end_was_written_for_the_trainer_is_no_error(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    running = world.run()
+    await world.until(TrainerStarted)
+    await world.log.append(TrainerEnded(epoch=EPOCH, status=RunStatus.FAILED, step=0, reason="a generator failed"))
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert [record.message for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
 async def test_a_checkpoint_that_cannot_be_written_is_a_failure_with_its_reason(world: World) -> None:

@@ -159,7 +159,10 @@ class _TrainerLoop:
         return ended
 
     async def end_early(self, status: RunStatus, reason: str, error: str = "") -> None:
-        """Append the terminal event of a loop that failed. A log that is gone is logged, not raised."""
+        """Append the terminal event of a loop that failed. A log that is gone is logged, not raised.
+
+        Nor is it an error where the trainer was cancelled: who does so may have written its end before.
+        """
         if self._ended:
             return
         if behind := self._behind:
@@ -170,7 +173,8 @@ class _TrainerLoop:
         try:
             await self._end(status, reason, error)
         except (TransportError, OSError) as failure:
-            _log.error("the end of training (%s, %s) could not be logged: %s", status, reason, failure)
+            level = logging.DEBUG if status is RunStatus.CANCELLED else logging.ERROR
+            _log.log(level, "the end of training (%s, %s) could not be logged: %s", status, reason, failure)
 
     async def explained(self, lost: RankLost) -> str:
         """Why a rank is gone: whoever started it knows more, and asks for a stop with what it knows.
