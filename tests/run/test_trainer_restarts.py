@@ -14,11 +14,12 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import cast
+from typing import NoReturn, cast
 
 import pytest
 
 from tailrace.config.restarts import RestartSettings
+from tailrace.errors import LifecycleError
 from tailrace.free_ports import free_port
 from tailrace.lifecycle.launchers import RoleHandle
 from tailrace.lifecycle.launchers.local import LocalLauncher
@@ -132,6 +133,23 @@ async def test_a_trainer_that_loads_is_not_waited_for_at_the_end(tmp_path: Path)
         async with asyncio.timeout(30):
             await trainer.leave()
         assert "trainer" not in launcher.pids()
+        await trainer.close()
+
+
+async def test_a_log_is_ended_though_the_system_holds_a_trainer_that_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def hold(rank: RoleHandle) -> NoReturn:
+        raise LifecycleError("the system holds it")
+
+    async with LocalLauncher("epoch", tmp_path / "logs") as launcher:
+        log, never = MemoryEventLog("epoch"), RestartHistory(RestartSettings(per_role=0))
+        trainer = TrainerLives(cast(RoleStarter, OneRank(launcher)), log, never)
+        with monkeypatch.context() as held:
+            held.setattr(RoleHandle, "kill", hold)
+            with pytest.raises(LifecycleError, match="the system holds it"):
+                await trainer.leave()
+        assert log.closed
         await trainer.close()
 
 

@@ -203,11 +203,13 @@ class TrainerLives(RunTrainer):
     async def leave(self) -> None:
         """The launcher ends it if it doesn't in time. One that loads would not hear that there is nothing to do."""
         self._is_over = True
-        if self.is_loading and not self._log.has_ended:  # after its terminal record it leaves by itself
-            await self.kill()
-        for rank in self._ranks:
-            rank.expect_exit()
-        await self._end_log()
+        try:
+            if self.is_loading and not self._log.has_ended:  # after its terminal record it leaves by itself
+                await self.kill()
+        finally:  # ranks that are there hear by it that they may leave
+            for rank in self._ranks:
+                rank.expect_exit()
+            await self._end_log()
         await asyncio.gather(*(rank.left() for rank in self._ranks if rank.is_running))
 
     @override
