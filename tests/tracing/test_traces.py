@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
+import os
 import threading
 import time
 from pathlib import Path
@@ -102,6 +104,32 @@ def test_what_a_slow_disk_does_not_take_is_counted_in_the_trace(
     assert len(spans(events)) + note["args"]["dropped"] == 25_600
     assert "spans are left out of the trace" in caplog.text
     assert "sinks/dropped_records" not in caplog.text
+
+
+class _CutTrace(TraceWriter):
+    """Its disk has room for half of what it is given next once `cuts_next` is set, and then for everything again."""
+
+    cuts_next = False
+
+    @override
+    def _append(self, lines: bytes) -> None:
+        is_cut, self.cuts_next = self.cuts_next, False
+        super()._append(lines[: len(lines) // 2] if is_cut else lines)
+        if is_cut:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_what_a_full_disk_does_not_take_is_counted_in_the_trace_which_stays_whole(tmp_path: Path) -> None:
+    trace = _CutTrace(tmp_path / "parts", "generator", max_bytes=1_000_000)
+    trace.cuts_next = True
+    for number in range(512):  # two writes
+        trace.add_span("generate", "requests", 0, began_ns=number, duration_ns=1)
+    trace.close()
+    join_trace(tmp_path / "parts", tmp_path / "trace.json")
+    events = read_trace(tmp_path / "trace.json")
+    (note,) = (event for event in events if event["name"] == "trace_is_full")
+    assert note["args"]["dropped"] == 256
+    assert len(spans(events)) >= 256
 
 
 def test_what_comes_after_the_end_of_a_trace_is_let_go_silently(

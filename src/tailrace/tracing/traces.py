@@ -5,8 +5,8 @@
 
 Times are Unix time in whole microseconds, so that parts of several hosts lie beside each other as well as their clocks
 agree. What overlaps lies in lanes: `rollouts 0`, `rollouts 1`, ... are one track each, and in one lane spans nest. The
-bytes of a process are bounded; what comes after is counted, and so is what its disk is too slow for. Format: "Trace
-Event Format", Chromium project (complete, counter and metadata events).
+bytes of a process are bounded; what comes after is counted, and so is what its disk is too slow for, or does not take.
+Format: "Trace Event Format", Chromium project (complete, counter and metadata events).
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ _HELD_NS = 1_000_000_000
 _QUEUED_WRITES = 64
 _WHEN_FULL = "spans are left out of the trace, which counts them at its end"
 _AFTER_CUT_LINE = b" \n"
-"""Ends a line that an earlier life's end cut short, so that no event ends it: it is left out when parts are joined."""
+"""Ends a line that an earlier life's end, or a full disk, cut short, so that no event ends it: it is left out when
+parts are joined."""
 
 _logger = logging.getLogger(__name__)
 
@@ -59,6 +60,8 @@ class TraceWriter:
         self._tids: dict[tuple[str, int], int] = {}
         self._dropped = self._flushed_ns = 0
         self._is_full = self._is_closed = False
+        self._before_next = b""
+        """Goes before what is appended next."""
         folder.mkdir(parents=True, exist_ok=True)
         self._append(_AFTER_CUT_LINE)
         part_bytes = self._path.stat().st_size
@@ -134,13 +137,20 @@ class TraceWriter:
             self._is_full = True
             self._dropped += count
             return
+        try:
+            self._append(self._before_next + lines)
+        except OSError:  # it may have taken a part
+            self._before_next = _AFTER_CUT_LINE
+            self._dropped += count
+            raise
+        self._before_next = b""
         self._left_bytes -= len(lines)
-        self._append(lines)
 
     def _write_note(self) -> None:
         if self._dropped:
             about: dict[str, Json] = {"dropped": self._dropped}
-            self._append(_line({"ph": "M", "name": "trace_is_full", "pid": self._pid, "args": about}))
+            note = {"ph": "M", "name": "trace_is_full", "pid": self._pid, "args": about}
+            self._append(self._before_next + _line(note))
 
     def _append(self, lines: bytes) -> None:
         with self._path.open("ab") as file:
