@@ -6,15 +6,20 @@ import itertools
 import logging
 import math
 import re
+import sys
 import threading
 import unicodedata
 from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
+from tailrace.lifecycle.standard_streams import give_up
 from tailrace.records import TaskId
 from tailrace.reporting import live
 from tailrace.reporting.conversations import conversation_lines
@@ -25,6 +30,7 @@ from tailrace.reporting.logs import Terminal, keep_log_within_size, logging_as_i
 from tailrace.reporting.run_view import Pace, RunView, Stage
 from tailrace.tracing.lag import LagStatistics
 from tests.reporting.example_run import HOSTILE, a_conversation, a_message, a_rollout
+from tests.support.lost_output import closed_pipe, full_disk
 
 
 def a_view(step: int = 38, elapsed_s: float = 72.0) -> RunView:
@@ -276,6 +282,21 @@ async def test_a_terminal_that_went_away_does_not_end_the_run() -> None:
     console = Console(file=file, force_terminal=True, width=100)
     async with LiveView(a_view, terminal=True, console=console):
         console.file = Gone()
+
+
+@pytest.mark.parametrize("lost", [closed_pipe, full_disk])
+@pytest.mark.parametrize("is_terminal", ["0", "1"])
+async def test_a_view_that_nobody_takes_does_not_end_the_run(
+    monkeypatch: pytest.MonkeyPatch, lost: Callable[[], AbstractContextManager[Any]], is_terminal: str
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("TTY_COMPATIBLE", is_terminal)
+    with lost() as nowhere:
+        number = nowhere if isinstance(nowhere, int) else nowhere.fileno()
+        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BufferedWriter(io.FileIO(number, "w", closefd=False))))
+        async with LiveView(a_view, terminal=True):
+            await asyncio.sleep(0)
+        give_up(sys.stdout)
 
 
 async def test_hours_in_which_a_process_was_suspended_are_none_without_progress(

@@ -13,6 +13,7 @@ from types import TracebackType
 from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.text import Text
+from typing_extensions import override
 
 from tailrace.reporting.formats import clock, compact, plural
 from tailrace.reporting.live_rendering import run_screen
@@ -32,6 +33,14 @@ def wants_live_view(live: str) -> bool:
         return live == "on"
     console = Console()
     return sys.stdout.isatty() and console.is_terminal and not console.is_dumb_terminal and "utf" in console.encoding
+
+
+class _Screen(Console):
+    """One that draws nothing more once its reader has left: rich's own ends the process."""
+
+    @override
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
 
 
 class LiveView:
@@ -57,7 +66,7 @@ class LiveView:
         self._pace = Pace()
         self._lines = QuietLines(log_every_s)
         self._watchdog = Watchdog(no_progress_s)
-        self._console = console or Console()
+        self._console = console or _Screen()
         live = Live(console=self._console, get_renderable=self._render, refresh_per_second=_REFRESHES_PER_S)
         live.vertical_overflow = "crop"
         self._live = live if terminal else None
@@ -65,7 +74,11 @@ class LiveView:
 
     async def __aenter__(self) -> LiveView:
         if self._live is not None:
-            self._live.start()
+            try:
+                self._live.start()
+            except OSError as lost:
+                _logger.info("there is no live view: %s", lost)
+                self._live = None
         self._task = asyncio.create_task(self._refresh(), name="live-view")
         return self
 
