@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -145,7 +146,7 @@ async def earning(task: Task, policy: Policy) -> object:
         case "huge":
             return 2**200
         case "complex metric":
-            return AgentResult(1.0, {"part": 1j})  # type: ignore[dict-item]
+            return AgentResult(1.0, {"part": 1j, "turns": 1.0}, {"said": "yes"})  # type: ignore[dict-item]
         case "object as info":
             return AgentResult(1.0, info={"it": object()})  # type: ignore[dict-item]
         case "huge info":
@@ -306,20 +307,29 @@ def misbehaving() -> EnvironmentSpec:
     return EnvironmentSpec(name="misbehaving", agent=agent, train_tasks=rows, trusted=True)
 
 
-def give(group: Group) -> Group | list[object]:
-    """Scores a group by what is short for rewards, or by what is none."""
-    count = len(group.rollouts)
-    match group.task["behave"]:
-        case "plain numbers":
-            return [*map(float, range(count))]
-        case "results and numbers":
-            return [AgentResult(0.5), *map(float, range(1, count))]
-        case "results and words":
-            return [AgentResult(0.5), *["good"] * (count - 1)]
-        case "metrics of a word":
-            return [AgentResult(0.5, "good")] * count  # type: ignore[arg-type]
-    for number, rollout in enumerate(group.rollouts):
-        rollout.reward = "good" if group.task["behave"] == "words" else np.float32(number / 2)  # type: ignore[assignment]
+RETURNED: dict[str, Callable[[int], object]] = {
+    "plain numbers": float,
+    "fractions": lambda place: Fraction(place, 4),
+    "results and numbers": lambda place: float(place) if place else AgentResult(0.5),
+    "results and words": lambda place: "good" if place else AgentResult(0.5),
+    "complex results": lambda _: AgentResult(1j),  # type: ignore[arg-type]
+    "metrics of a word": lambda _: AgentResult(0.5, "good"),  # type: ignore[arg-type]
+}
+"""For each rollout, by its place in the group: what is short for its reward, or is none."""
+SET: dict[str, Callable[[int], object]] = {
+    "numbers": lambda place: np.float32(place / 2),
+    "fractions that are set": lambda place: Fraction(place, 4),
+    "words": lambda _: "good",
+    "complex": lambda _: 1j,
+}
+"""The same, where `score_group` sets it."""
+
+
+def give(group: Group, behave: str) -> Group | list[object]:
+    if behave in RETURNED:
+        return [RETURNED[behave](place) for place, _ in enumerate(group.rollouts)]
+    for place, rollout in enumerate(group.rollouts):
+        rollout.reward = SET[behave](place)  # type: ignore[assignment]
     return group
 
 
@@ -332,8 +342,8 @@ async def rank(group: Group) -> Group | list[Group] | list[AgentResult] | None:
         case "split":
             first, *others = group.rollouts
             return [Group(group.group_id, group.task, [first], metadata={"part": 0}), replace_rollouts(group, others)]
-        case "numbers" | "plain numbers" | "words" | "results and numbers" | "results and words" | "metrics of a word":
-            return give(group)  # type: ignore[return-value]
+        case str(how) if how in (*RETURNED, *SET):
+            return give(group, how)  # type: ignore[return-value]
         case "drop":
             return None
         case "foreign":

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -116,6 +117,10 @@ def judge(task: Task, messages: list[Message]) -> float | Reward:
             return "good"  # type: ignore[return-value]
         case "none":
             return None  # type: ignore[return-value]
+        case "complex":
+            return 1j  # type: ignore[return-value]
+        case "fraction":
+            return Fraction(1, 4)  # type: ignore[return-value]
         case "parts":
             return Reward(0.5, components={"style": 1.0}, columns={"said": messages[-1]["content"]})
     return 1.0

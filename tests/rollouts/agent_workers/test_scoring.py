@@ -52,7 +52,10 @@ def shown(groups: list[Group]) -> list[object]:
 
 @pytest.mark.parametrize(
     "behave",
-    ["well", "results", "results with advantages", "numbers", "plain numbers", "results and numbers", "split", "drop"],
+    [
+        *("well", "results", "results with advantages", "numbers", "plain numbers", "results and numbers"),
+        *("fractions", "fractions that are set", "split", "drop"),
+    ],
 )
 async def test_a_group_is_scored_in_a_worker_as_on_the_loop(renderer: ChatRenderer, behave: str) -> None:
     found = []
@@ -74,6 +77,8 @@ async def test_a_group_is_scored_in_a_worker_as_on_the_loop(renderer: ChatRender
     [
         ("words", "the reward of rollout ranked-0 is 'good' .*; it must be a number"),
         ("results and words", "the reward of rollout ranked-1 is 'good' .*; it must be a number"),
+        ("complex", r"the reward of rollout ranked-0 is 1j \(complex\); it must be a number"),
+        ("complex results", r"the reward of rollout ranked-0 is 1j \(complex\); it must be a number"),
         ("metrics of a word", "AgentResult.metrics is 'good' .*; it must be a dict"),
     ],
 )

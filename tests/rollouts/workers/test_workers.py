@@ -195,9 +195,19 @@ async def test_a_reward_from_a_worker_must_be_a_finite_number(renderer: ChatRend
             await run.rollout("judged", behave)
 
 
-async def test_numbers_of_numpy_cross_over(renderer: ChatRenderer) -> None:
+async def test_a_reward_that_is_no_real_number_is_a_mistake(renderer: ChatRenderer) -> None:
+    async with Run(renderer) as run:
+        with pytest.raises(EnvironmentFailed, match="judged/train/0.* a complex cannot leave a worker") as raised:
+            await run.rollout("judged", "complex")
+    assert raised.value.is_mistake
+
+
+async def test_numbers_of_numpy_and_fractions_cross_over(renderer: ChatRenderer) -> None:
     async with Run(renderer) as run:
         rollout = await run.rollout("counting", replies=["numpy"])
+        by_fraction = await run.rollout("judged", "fraction")
+    assert by_fraction.reward is not None
+    assert by_fraction.reward.value == 0.25
     assert rollout.reward is not None
     assert rollout.reward.value == 0.5
     assert rollout.reward.columns["array"] == [0, 1, 2]

@@ -5,7 +5,7 @@ Rollouts keep their identity: what came back is laid over those that went out.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import msgspec
@@ -13,11 +13,12 @@ import numpy as np
 
 from tailrace.environments import AgentResult
 from tailrace.environments.results import as_agent_result
+from tailrace.errors import EnvironmentFailed
 from tailrace.guards import guarded
 from tailrace.records import FirstReply, Float32Array, Group, GroupId, Reward, Rollout, RolloutId, SamplingParams, Task
 from tailrace.rollouts.agent_workers.branches import BranchData, ColumnData, columns_of, set_columns
 from tailrace.rollouts.agent_workers.values import pack_values, unpack_values
-from tailrace.rollouts.scoring.scorer import adopted, results_in
+from tailrace.rollouts.scoring.scorer import adopted, results_in, with_finite_numbers
 
 
 class RolloutData(msgspec.Struct, frozen=True, array_like=True):
@@ -126,7 +127,7 @@ class GroupChanges(msgspec.Struct, frozen=True, array_like=True):
         """`returned` is what `score_group` made of `group`, which had these members.
 
         Raises `ScoringFailed` for what is no group of these and for advantages of which no batch can be made,
-        `EnvironmentFailed` for values that cannot be sent, and as `as_agent_result` does for rewards.
+        `InvalidReward` for rewards that are none and cannot be sent, and `EnvironmentFailed` for other such values.
         """
         changes = {
             member.rollout_id: RolloutChanges(_values_of(member), [columns_of(branch) for branch in member.branches])
@@ -134,7 +135,9 @@ class GroupChanges(msgspec.Struct, frozen=True, array_like=True):
         }
         results = results_in(returned)
         parts = adopted(returned if results is None else group, group, members)
-        packed = None if results is None else pack_values(results, f"group {group.group_id}")
+        packed = None
+        if results is not None:
+            packed = _pack_rewarded(results, f"group {group.group_id}", zip(results, members, strict=False))
         return cls(changes, packed, [_part(part, group) for part in parts])
 
     def applied(self, group: Group) -> list[Group] | list[AgentResult]:
@@ -186,22 +189,32 @@ def _values_of_group(group: Group) -> bytes:
 
 
 def _values_of(rollout: Rollout) -> bytes:
-    return pack_values(
+    """Its reward is whatever users' code has set as one; its numbers are checked where it arrives."""
+    result = None if rollout.reward is None else as_agent_result(rollout.reward)
+    return _pack_rewarded(
         {
             "messages": rollout.messages,
             "sampled_texts": rollout.sampled_texts,
             "metrics": rollout.metrics,
             "metadata": rollout.metadata,
-            "reward": None if rollout.reward is None else _as_reward(rollout.reward),
+            "reward": None if result is None else Reward(cast(float, result.reward), result.metrics, result.info),
         },
         f"rollout {rollout.rollout_id}",
+        () if result is None else [(result, rollout)],
     )
 
 
-def _as_reward(given: object) -> Reward:
-    """Whatever users' code has set as one; its numbers are checked where it arrives."""
-    result = as_agent_result(given)
-    return Reward(cast(float, result.reward), result.metrics, result.info)
+def _pack_rewarded(values: object, what: str, rewards: Iterable[tuple[AgentResult, Rollout]]) -> bytes:
+    """`values`, with these rewards among them. Where they cannot be sent, a reward that is none is told of first.
+
+    Raises `InvalidReward` for that, as beside the orchestrator, and `EnvironmentFailed`.
+    """
+    try:
+        return pack_values(values, what)
+    except EnvironmentFailed:
+        for result, rollout in rewards:
+            with_finite_numbers(result, rollout)
+        raise
 
 
 def _set_values(rollout: Rollout, packed: bytes) -> None:

@@ -1,6 +1,6 @@
 """Values that users' code made, on their way to another process: msgpack of whatever it knows, never pickle.
 
-NumPy's numbers and arrays arrive as plain ones, tuples and sets as lists, mappings as dicts.
+NumPy's numbers and arrays arrive as plain ones, fractions as floats, tuples and sets as lists, mappings as dicts.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ orchestrator ◄── one Answer per call, in order ─── worker        std
 from __future__ import annotations
 
 from collections.abc import Mapping
+from numbers import Real
 from typing import Any, Generic, TypeAlias, TypeVar
 
 import msgspec
@@ -110,12 +111,14 @@ def pack(message: Hello | Request | Answer) -> bytes:
 
 
 def plain_value(value: Any) -> Any:
-    """NumPy numbers and arrays, and mappings that are not dicts, as what msgpack knows."""
+    """NumPy numbers and arrays, numbers of other classes, and mappings that are not dicts, as what msgpack knows."""
     if isinstance(value, Mapping):
         return dict(value)
     for convert in ("tolist", "item"):
         if hasattr(value, convert):
             return getattr(value, convert)()
+    if isinstance(value, Real):
+        return float(value)
     raise TypeError(f"a {type(value).__name__} cannot leave a worker process; use numbers, text, lists and dicts")
 
 
