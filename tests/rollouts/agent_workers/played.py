@@ -27,6 +27,7 @@ from tailrace.records import (
 )
 from tailrace.rollouts import ChatRenderer, Endpoints, LoadedEnvironment, Rollouter, RolloutSettings
 from tailrace.rollouts.agent_workers import AgentWorkers, WorkerPlace, WorkerWatch
+from tailrace.rollouts.error_budget import ErrorBudget
 from tests.support.descendants import still_run
 from tests.support.scripted_generate import ScriptedGenerate
 
@@ -46,6 +47,7 @@ class Run:
         watch: WorkerWatch | None = None,
         args: dict[str, Json] | None = None,
         judge: JudgeSettings | None = None,
+        score_errors: ErrorBudget | None = None,
         block_s: float = PATIENCE_S,
         max_turns: int = 16,
         timeout_s: float = 600.0,
@@ -61,6 +63,7 @@ class Run:
             worker_start_timeout_s=start_timeout_s,
             agent_workers=workers,
             agent_block_s=block_s,
+            score_errors=score_errors or ErrorBudget(),
         )
         chosen = {
             name: EnvironmentSettings(name=f"tests.support.agent_environments:{name}", args=args or {}, judge=judge)

@@ -22,6 +22,7 @@ from tailrace.rollouts import ChatRenderer
 from tailrace.rollouts.agent_workers import WorkerWatch
 from tailrace.rollouts.agent_workers.places import LocalPlace, LocalProcess
 from tailrace.rollouts.agent_workers.pool import LONGEST_PAUSE_S
+from tailrace.rollouts.error_budget import ErrorBudget
 from tests.rollouts.agent_workers.played import (
     PATIENCE_S,
     Run,
@@ -119,6 +120,15 @@ async def test_what_is_no_reward_fails_alike_wherever_its_agent_runs_and_what_wa
             await run.rollout(behave, name=name)
         assert (raised.value.reason, raised.value.is_mistake) == ("invalid_reward", is_mistake)
         assert [message["content"] for message in run.lost[f"{name}-0"].messages] == ["go", "yes"]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+async def test_a_metric_that_is_none_costs_neither_the_others_nor_info(renderer: ChatRenderer, workers: int) -> None:
+    async with Run(renderer, "earns", workers=workers, score_errors=ErrorBudget(on_error="keep_unscored")) as run:
+        rollout = await run.rollout("complex metric", name="earns")
+    assert rollout.reward is None
+    assert "part" not in rollout.metrics
+    assert (rollout.metrics["turns"], rollout.metadata["said"]) == (1.0, "yes")
 
 
 @pytest.mark.parametrize(("behave", "is_mistake"), [("object as info", True), ("huge info", False)])

@@ -24,7 +24,7 @@ class PlayedRollout:
     score_failure: Failure | None
 
     def scored_or_raise(self) -> AgentResult:
-        """What reward functions said. Raises what they raised."""
+        """What the rollout earned: by reward functions, or as reported. Raises why that is none."""
         if self.score_failure is not None:
             raise self.score_failure.error()
         return self.scored or self.reported

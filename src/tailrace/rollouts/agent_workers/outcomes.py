@@ -10,12 +10,12 @@ from tailrace.records import Rollout
 from tailrace.rollouts.agent_workers.messages import Failure, RolloutReport, pack_rollout_report
 from tailrace.rollouts.agent_workers.values import pack_values
 from tailrace.rollouts.attribution import attribute_errors
-from tailrace.rollouts.scoring.scorer import with_finite_numbers
+from tailrace.rollouts.scoring.scorer import finite_metrics, with_finite_numbers
 
 
 @dataclass(slots=True)
 class RolloutOutcome:
-    """So far. `packed` is called at the end."""
+    """So far. `packed` is called at the end, and before failures are read: it may add one."""
 
     reported: AgentResult | None = None
     scored: AgentResult | None = None
@@ -44,7 +44,10 @@ class RolloutOutcome:
         return RolloutReport(rollout.messages, rollout.metrics, self.reported, self.scored, rollout.sampled_texts)
 
     def _sendable(self, result: AgentResult | None, rollout: Rollout, *, counts: bool = True) -> AgentResult | None:
-        """It with plain numbers; an empty one, and the reason as a failure if it `counts`, where it cannot be sent."""
+        """It with plain numbers, and without those that are none; an empty one where it cannot be sent.
+
+        What was wrong becomes a failure if it `counts`.
+        """
         if result is None:
             return None
         try:
@@ -53,7 +56,7 @@ class RolloutOutcome:
         except RolloutError as error:
             if counts:
                 self.score_failure = Failure.of(error)
-            return AgentResult()
+            plain = AgentResult(None, finite_metrics(result), result.info)
         try:
             pack_values(plain, "what the rollout reported")
         except EnvironmentFailed as error:

@@ -100,9 +100,9 @@ class Scorer:
             if not self._keeps_unscored:
                 raise
             drop_frames(error)
-            result, reward = reported, None
+            result, reward = AgentResult(None, finite_metrics(reported), dict(reported.info)), None
             if is_group_scored:
-                rollout.reported_metrics, rollout.reported_info = _finite_metrics(reported), dict(reported.info)
+                rollout.reported_metrics, rollout.reported_info = result.metrics, result.info
         if reward is None:
             _leave_unscored(rollout, result)
         else:
@@ -184,6 +184,7 @@ def _checked(returned: object, rollout: Rollout) -> Reward:
         result = with_finite_numbers(as_agent_result(returned), rollout)
         components = {**rollout.reported_metrics, **result.metrics}
         columns = {**rollout.reported_info, **result.info}
+        # The number was checked above: what is refused here is none at all.
         return Reward(finite_number(result.reward, _of(rollout)), components, columns)
 
 
@@ -208,7 +209,7 @@ def _components(result: AgentResult, rollout: Rollout) -> dict[str, float]:
     return {name: finite_number(part, f"{what}, component {name!r},") for name, part in result.metrics.items()}
 
 
-def _finite_metrics(result: AgentResult) -> dict[str, float]:
+def finite_metrics(result: AgentResult) -> dict[str, float]:
     """Its metrics without those that are no finite numbers."""
     metrics: dict[str, float] = {}
     for name, part in result.metrics.items():
