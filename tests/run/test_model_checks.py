@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import transformers
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
     GptOssConfig,
     GptOssForCausalLM,
+    PreTrainedConfig,
     T5Config,
     T5ForConditionalGeneration,
 )
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING, model_type_to_module_name
 
 from tailrace.cli import main
 from tailrace.errors import ModelError
@@ -115,6 +119,45 @@ def test_a_run_looks_as_closely_at_what_may_have_more_than_keys_and_values(
     model = str(make(tmp_path / "model"))
     with pytest.raises(ModelError, match="cannot run on the torch engine"):
         require_known_files(tiny_settings("--model.name", model))
+
+
+class Looked(Exception):
+    """At a model, closely."""
+
+
+def configs_with_sinks() -> list[PreTrainedConfig]:
+    """Of every family in transformers whose attention has them, where it can be made without being told anything."""
+    models = Path(transformers.__file__).parent / "models"
+    families = {
+        file.parent.name for file in models.glob("*/modeling_*.py") if "self.sinks" in file.read_text(encoding="utf-8")
+    }
+    configs = []
+    for kind in CONFIG_MAPPING:
+        if model_type_to_module_name(kind) in families:
+            with suppress(Exception):
+                configs.append(CONFIG_MAPPING[kind]())
+    return configs
+
+
+def test_a_run_looks_closely_at_every_kind_of_model_that_has_sinks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def look(name: str) -> None:
+        raise Looked
+
+    monkeypatch.setattr("tailrace.run.model_checks.outline_of", look)
+    folder = copy_bundled(tmp_path / "model")
+    settings = tiny_settings("--model.name", str(folder))
+    require_known_files(settings)
+    passed, seen = [], []
+    for config in configs_with_sinks():
+        seen.append(config.model_type)
+        (folder / "config.json").write_text(config.to_json_string(use_diff=False))
+        with suppress(Looked):
+            require_known_files(settings)
+            passed.append(config.model_type)
+    assert "gpt_oss" in seen
+    assert not passed
 
 
 def test_a_quantized_model_is_refused_where_vllm_would_keep_it_packed(

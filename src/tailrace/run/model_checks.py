@@ -29,7 +29,9 @@ from tailrace.run.teacher import teacher_settings
 
 _NUMBERS_OF_HEADS = {"num_attention_heads", "n_head"}
 _MAY_BE_REFUSED = re.compile(
-    r"mamba|rwkv|ssm|lru|recurrent|conv|linear_|state_size|encoder_decoder|gpt_oss|sink", re.IGNORECASE
+    r"mamba|rwkv|ssm|lru|recurrent|conv|linear_|state_size|encoder_decoder"
+    r"|sink|gpt_oss|_swa|flint|mimo|hy_v4|privacy_filter",  # the names are of those whose sinks no setting tells of
+    re.IGNORECASE,
 )
 """What configurations of models say that have more than attention; others that do are looked at for nothing."""
 
