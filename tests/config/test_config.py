@@ -151,7 +151,7 @@ ON_GPUS = ["--trainer.device", "cuda", "--generator.engine", "vllm"]
         ),
         (["--scheduling.group_release", "early", "--scheduling.on_stale", "restart"], "starts the whole group again"),
         (["--scheduling.min_known_siblings", "3"], "leave it out"),
-        (["--scheduling.max_restarts", "3"], "for scheduling.on_stale = 'restart' alone: leave it out"),
+        (["--scheduling.max_restarts", "3"], "for scheduling.on_stale = 'restart' alone: leave it out, or write 1"),
         (["--scheduling.on_straggler", "drop"], "write scheduling.over_sampling = 1.5"),
         (
             ["--scheduling.on_stale", "wait", "--scheduling.on_straggler", "drop", "--scheduling.over_sampling", "2"],
@@ -186,7 +186,7 @@ ON_GPUS = ["--trainer.device", "cuda", "--generator.engine", "vllm"]
             "truncation bounds importance weights, and there are none with top_k: leave one of them out",
         ),
         ([*TEACHER, "--rollouts.top_p", "0.9"], "over the whole vocabulary, .* leave one of them out"),
-        (["--trainer.head_dtype", "bfloat16"], "dtype is 'float32' .*: leave it out, or write dtype = \"bfloat16\""),
+        (["--trainer.head_dtype", "bfloat16"], "dtype is 'float32' .*: leave it out, or write head_dtype = \"float32\""),
         (["--trainer.router_replay", "on"], "write generator.return_routed_experts = true"),
         (["--trainer.router_replay", "off", "--generator.return_routed_experts"], "leave one of them out"),
         (
@@ -581,7 +581,8 @@ def test_every_name_that_is_suggested_is_a_setting(meant: str) -> None:
         ),
         (
             ["--trainer.loss.correction", "none", "--trainer.loss.truncation", "3"],
-            r".*truncation is a bound of importance weights, and with correction = 'none' there are none: leave one",
+            r".*truncation is a bound of importance weights, and with correction = 'none' there are none: leave one "
+            "of them out, or write truncation = 2.0",
         ),
         (["--trainer.loss.correction", "none", "--trainer.loss.clip_high", "0.3"], r".*clip_high is a bound of"),
         (["--trainer.loss.truncation", "1.1"], r".*truncation is 1.1, which clip_high = 0.28 would never reach"),

@@ -43,7 +43,9 @@ def _edges(settings: RunSettings) -> Iterator[Contradiction]:
 def _restarts(settings: RunSettings) -> Iterator[Contradiction]:
     scheduling, unset = settings.scheduling, SchedulingSettings().max_restarts
     if scheduling.on_stale != "restart" and scheduling.max_restarts != unset:
-        message = "scheduling.max_restarts is for scheduling.on_stale = 'restart' alone: leave it out"
+        message = (
+            f"scheduling.max_restarts is for scheduling.on_stale = 'restart' alone: leave it out, or write {unset}"
+        )
         yield Contradiction(message, "scheduling.max_restarts", "scheduling.on_stale")
 
 

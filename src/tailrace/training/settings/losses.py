@@ -112,7 +112,7 @@ class ClippedRatioSettings(CommonLossSettings):
         if self.correction == "none" and given:
             raise ValueError(
                 f"{given[0]} is a bound of importance weights, and with correction = 'none' there are none: leave one "
-                "of them out"
+                f"of them out, or write {given[0]} = {fields[given[0]].default}"
             )
         return self
 

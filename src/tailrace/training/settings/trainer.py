@@ -193,7 +193,7 @@ class TrainerSettings(BaseModel):
         if self.head_dtype == "bfloat16" and self.chosen_dtype == "float32":
             raise ValueError(
                 "head_dtype = 'bfloat16' is of a head under dtype = 'bfloat16', and dtype is 'float32' (unset: on a "
-                'CPU), where nothing is rounded: leave it out, or write dtype = "bfloat16"'
+                'CPU), where nothing is rounded: leave it out, or write head_dtype = "float32" or dtype = "bfloat16"'
             )
         return self
 
