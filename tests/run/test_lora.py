@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 import pytest
 
 from tailrace.cli import main
 from tailrace.errors import SettingsError
+from tailrace.models.loading import copy_tokenizer
 from tailrace.records import RunStatus
+from tailrace.run.checkpoint_checks import require_own_checkpoint
 from tailrace.run.evaluating import evaluate_model
+from tailrace.training.trainer import Trainer
 from tests.run.runs import RESUMED, TINY, environment, run_inline, tiny_settings
+from tests.support.bundled_models import BUNDLED
+from tests.support.expert_models import expert_model
 
 LORA = ("--trainer.lora.rank", "4")
 
@@ -28,6 +34,22 @@ async def test_a_run_leaves_a_model_that_is_measured_and_goes_on_with_its_own_ad
         await run_inline(tmp_path, "--trainer.lora.rank", "8", "--max_steps", "3", *RESUMED)
     summary = await run_inline(tmp_path, *LORA, "--max_steps", "3", *RESUMED)
     assert (summary.status, summary.steps) == (RunStatus.FINISHED, 3)
+
+
+def test_an_orchestrator_without_peft_guesses_no_layers_of_the_adapter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """peft has a say in which they are: of this model it leaves dense layers out."""
+    model = tmp_path / "model"
+    expert_model("qwen3-moe, not normalised, a dense layer").save_pretrained(model)
+    copy_tokenizer(BUNDLED, model)
+    settings = tiny_settings("--model.name", str(model), *LORA)
+    trainer = Trainer(settings.trainer, model_name=str(model), max_steps=2, max_staleness=1)
+    trainer.save_checkpoint(tmp_path / "checkpoints")
+    require_own_checkpoint(settings, tmp_path / "checkpoints")
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *of: None if name == "peft" else find(name, *of))
+    require_own_checkpoint(settings, tmp_path / "checkpoints")
 
 
 @pytest.mark.parametrize(

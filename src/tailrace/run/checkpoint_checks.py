@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 from pathlib import Path
 
 from tailrace.config import RunSettings
@@ -30,6 +31,7 @@ def _shape(settings: RunSettings) -> AdapterShape | None:
     if lora.rank is None:
         return None
     layers: frozenset[str] | None = None
-    with contextlib.suppress(ModelError):  # the trainer may be where the model is
-        layers = frozenset(target_layers(outline_of(settings.model.name), lora))
+    if importlib.util.find_spec("peft") is not None:  # it has a say in which they are
+        with contextlib.suppress(ModelError):  # the trainer may be where the model is
+            layers = frozenset(target_layers(outline_of(settings.model.name), lora))
     return AdapterShape(lora.rank, lora.chosen_alpha, layers)

@@ -111,7 +111,8 @@ class Adapter:
         _, base = _tensors_in(checkpoint)
         if base != self._base:
             raise CheckpointError(
-                f"checkpoint {checkpoint} is of an adapter to other weights than those of this run's model.name"
+                f"checkpoint {checkpoint} is of an adapter to other weights than those of this run's model.name: to "
+                f"those of {_config_in(checkpoint).get('base_model_name_or_path')!r}, as they were then"
             )
 
     @torch.no_grad()
@@ -248,14 +249,12 @@ def other_adapter(checkpoint: Path, shape: AdapterShape | None) -> str:
     """
     has_one = (checkpoint / ADAPTER).is_dir()
     new_run = f"or begin a new run with model.name = {str(checkpoint)!r}"
+    if shape is None and not has_one:
+        return ""
     if shape is None:
         return (
-            ""
-            if not has_one
-            else (
-                f"checkpoint {checkpoint} is of an adapter, and this run trains all weights: write trainer.lora.rank = "
-                f"{_config_in(checkpoint).get('r')} as it was, {new_run}, where the adapter is part of the weights"
-            )
+            f"checkpoint {checkpoint} is of an adapter, and this run trains all weights: write trainer.lora.rank = "
+            f"{_config_in(checkpoint).get('r')} as it was, {new_run}, where the adapter is part of the weights"
         )
     if not has_one:
         return (
@@ -271,12 +270,13 @@ def other_adapter(checkpoint: Path, shape: AdapterShape | None) -> str:
         ("targets", _last_names(layers), _last_names(own_layers)),
     ):
         if theirs != ours:
+            why = " (an earlier version chose other layers of some models)" if what == "targets" else ""
             return (
                 f"checkpoint {checkpoint} is of another adapter than this run's: its {what} ({theirs}) would be "
-                f"{ours}; leave trainer.lora.{what} as it was, or begin a new run"
+                f"{ours}; leave trainer.lora.{what} as it was, {new_run}{why}"
             )
     if layers != own_layers:
-        return f"checkpoint {checkpoint} is of an adapter beside other layers than this run's"
+        return f"checkpoint {checkpoint} is of an adapter beside other layers than this run's: name those, {new_run}"
     return ""
 
 
