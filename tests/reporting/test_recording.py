@@ -200,8 +200,9 @@ async def test_the_first_step_that_is_skipped_for_a_reason_is_told(
         observer.step_ended(skipped if reason else trained, formed)
     assert writer.close()
     assert observer.totals.skipped_steps == 3
-    told = [record.getMessage().partition(":")[0] for record in caplog.records if record.levelno == logging.WARNING]
-    assert told == [
+    warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert [message.endswith("; logs/trainer.log says why") for message in warned] == [True, False]
+    assert [message.partition(":")[0] for message in warned] == [
         "step 2 was skipped, and more of 'non_finite' are only counted",
         "step 4 was skipped, and more of 'nothing_trainable' are only counted",
     ]

@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from tailrace.batching import FormedBatch
 from tailrace.records import (
+    NOTHING_TRAINABLE,
     Completion,
     Float32Array,
     GenerationRequest,
@@ -277,10 +278,11 @@ class RunObserver(SchedulerObserver):
         """The first of its reason."""
         if event.reason not in self._skipped:
             self._skipped.add(event.reason)
+            says_all = event.reason == NOTHING_TRAINABLE
             _logger.warning(
                 "step %d was skipped, and more of %r are only counted: it changed no weight, and its rollouts are "
-                "filtered",
-                *(event.step, event.reason),
+                "filtered%s",
+                *(event.step, event.reason, "" if says_all else "; logs/trainer.log says why"),
             )
 
     def _watch_mismatch(self, step: int) -> None:

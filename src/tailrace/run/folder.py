@@ -217,7 +217,8 @@ def _set_aside(paths: RunPaths) -> None:
 def require_resumable(settings: RunSettings, parent: Path) -> None:
     """Refuse a resume as the run would, by its folder alone, which is only read.
 
-    Raises `DataError` where there is nothing to resume, and `SettingsError` for other settings than the run has.
+    Raises `DataError` where there is nothing to resume, `SettingsError` for other settings than the run has, and
+    `CheckpointError` where its newest checkpoint is damaged.
     """
     paths = RunPaths(parent / settings.name)
     if not _holds_something(paths.root):
@@ -238,8 +239,8 @@ def record_settings(settings: RunSettings, paths: RunPaths, recipe: SettingsFile
     not the folder's own file.
 
     Where a run goes on with settings that change what it learns, those before are kept in `superseded/`, and the
-    differences returned. Raises `SettingsError` where that is not allowed or no file can hold them, and `DataError`
-    where the folder cannot be written.
+    differences returned. Raises `SettingsError` where that is not allowed or no file can hold them, `CheckpointError`
+    where the newest checkpoint is damaged, and `DataError` where the folder cannot be written.
     """
     before = own_settings(paths.root)
     changed = _allowed_changes(before, settings, paths)
@@ -259,7 +260,8 @@ def record_settings(settings: RunSettings, paths: RunPaths, recipe: SettingsFile
 def _allowed_changes(before: RunSettings | None, settings: RunSettings, paths: RunPaths) -> list[Difference]:
     """From the settings that the folder's run has, if there is one.
 
-    Raises `SettingsError` where it may have none, or its newest checkpoint is of none of these.
+    Raises `SettingsError` where it may have none, or where its newest checkpoint is of another adapter or optimizer,
+    and `CheckpointError` for a damaged one.
     """
     changed = [] if before is None else differences(before, settings)
     if changed and not settings.allow_changed_settings:

@@ -57,8 +57,10 @@ def other_optimizer(folder: Path, chosen: OptimizerName) -> str:
     """
     with guarded(f"checkpoint {folder.parent} does not fit this run's model", CheckpointError):
         kinds = {key.rpartition("/")[2] for key in _written(folder)}
+    if not kinds:  # of a run before its first step
+        return ""
     saved = name_by_moments(kinds)
-    if not kinds or saved == chosen:  # of a run before its first step
+    if saved == chosen:
         return ""
     return (
         f"checkpoint {folder.parent} is of another optimizer than trainer.optimizer says: it has the moments of "
