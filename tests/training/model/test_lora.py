@@ -344,7 +344,7 @@ def test_a_checkpoint_is_a_model_and_an_adapter_of_peft(model_folder: Path, tmp_
         (
             LORA,
             {**LORA, "targets": ("q_proj",)},
-            r"its targets \(down_proj, .*\) would be q_proj; .*, or begin a new run with model.name = '.*' \(an earlier",
+            r"its targets \(down_proj.*\) would be q_proj; .*, or begin a new run with model.name = '.*' \(an earlier",
         ),
         (LORA, {}, "is of an adapter, and this run trains all weights: write trainer.lora.rank = 4"),
         ({}, LORA, "is of a run that trains all weights, and trainer.lora.rank asks for an adapter"),
