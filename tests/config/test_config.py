@@ -186,7 +186,7 @@ ON_GPUS = ["--trainer.device", "cuda", "--generator.engine", "vllm"]
             "truncation bounds importance weights, and there are none with top_k: leave one of them out",
         ),
         ([*TEACHER, "--rollouts.top_p", "0.9"], "over the whole vocabulary, .* leave one of them out"),
-        (["--trainer.head_dtype", "bfloat16"], "dtype is .float32.*leave it out, or write head_dtype = \"float32\""),
+        (["--trainer.head_dtype", "bfloat16"], 'dtype is .float32.*leave it out, or write head_dtype = "float32"'),
         (["--trainer.router_replay", "on"], "write generator.return_routed_experts = true"),
         (["--trainer.router_replay", "off", "--generator.return_routed_experts"], "leave one of them out"),
         (

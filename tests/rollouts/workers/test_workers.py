@@ -197,7 +197,7 @@ async def test_a_reward_from_a_worker_must_be_a_finite_number(renderer: ChatRend
 
 async def test_a_reward_that_is_no_real_number_is_a_mistake(renderer: ChatRenderer) -> None:
     async with Run(renderer) as run:
-        with pytest.raises(EnvironmentFailed, match="judged/train/0.* a complex cannot leave a worker") as raised:
+        with pytest.raises(EnvironmentFailed, match=r"judged/train/0.* a complex cannot leave a worker") as raised:
             await run.rollout("judged", "complex")
     assert raised.value.is_mistake
 
