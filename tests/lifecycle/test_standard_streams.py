@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -51,7 +52,9 @@ def test_so_does_a_command(closed: str, arguments: tuple[str, ...]) -> None:
 
 
 def run(arguments: list[str], **streams: Any) -> subprocess.CompletedProcess[bytes]:
-    return subprocess.run([sys.executable, "-m", "tailrace", *arguments], check=False, **streams)
+    """With standard output buffered, as it is by default."""
+    variables = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    return subprocess.run([sys.executable, "-m", "tailrace", *arguments], env=variables, check=False, **streams)
 
 
 @pytest.mark.parametrize("command", ["recipes", "settings", "--help"])
