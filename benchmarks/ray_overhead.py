@@ -116,17 +116,17 @@ class Run:
         """Until this step is recorded, and then or after so many seconds stop again; whether it was."""
         for process in self._stopped:
             process.resume()
-        ends_s, daemons_began_s = time.monotonic() + for_s, self._daemons_so_far_s()
+        ends_s, before_s = time.monotonic() + for_s, self._of_daemons_s()
         while (step := self._recorded()) < until_step and time.monotonic() < ends_s:
             if self._process.poll() is not None:
                 sys.exit(self._log.read_text()[-4000:])
             if step >= WARM_UP and (not self.looks or step > self.looks[-1].step):
-                self.looks.append(self._look(step, daemons_began_s))
+                self.looks.append(self._look(step, before_s))
             time.sleep(LOOK_S)
         self._stopped = self._processes()
         for process in self._stopped:
             process.suspend()
-        self._daemons_cpu_s += self._daemons_so_far_s() - daemons_began_s
+        self._daemons_cpu_s += self._daemons_since_s(before_s)
         return step >= until_step
 
     def end(self) -> None:
@@ -151,11 +151,16 @@ class Run:
         roles = [] if self._ray is None else self._ray.processes()[0]
         return [*families([psutil.Process(self._process.pid)]), *roles]
 
-    def _daemons_so_far_s(self) -> float:
-        return 0.0 if self._ray is None else sum(map(cpu_s, self._ray.processes()[1]))
+    def _of_daemons_s(self) -> dict[psutil.Process, float]:
+        daemons = [] if self._ray is None else self._ray.processes()[1]
+        return {daemon: cpu_s(daemon) for daemon in daemons}
 
-    def _look(self, step: int, daemons_began_s: float) -> Look:
-        daemons_s = self._daemons_cpu_s + self._daemons_so_far_s() - daemons_began_s
+    def _daemons_since_s(self, before_s: dict[psutil.Process, float]) -> float:
+        """Of those that are there: what one that ended since had before is not taken off."""
+        return sum(max(0.0, now_s - before_s.get(daemon, 0.0)) for daemon, now_s in self._of_daemons_s().items())
+
+    def _look(self, step: int, before_s: dict[psutil.Process, float]) -> Look:
+        daemons_s = self._daemons_cpu_s + self._daemons_since_s(before_s)
         return Look(step, sum(map(cpu_s, self._processes())), daemons_s)
 
 

@@ -25,25 +25,38 @@ for _ in range({STEPS}):
 """
 
 
-@pytest.fixture
-def daemon() -> SimpleNamespace:
+class Daemon:
     """A process of Ray's that belongs to no role, and so is never stopped."""
-    times = SimpleNamespace(user=0.0, system=0.0)
-    return SimpleNamespace(times=times, cpu_times=lambda: times)
+
+    def __init__(self) -> None:
+        self.times = SimpleNamespace(user=0.0, system=0.0)
+
+    def cpu_times(self) -> SimpleNamespace:
+        return self.times
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, daemon: SimpleNamespace) -> Run:
+def daemon() -> Daemon:
+    return Daemon()
+
+
+@pytest.fixture
+def daemons(daemon: Daemon) -> list[Daemon]:
+    return [daemon]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, daemons: list[Daemon]) -> Run:
     """Of a command that only records steps."""
     command = tmp_path / "tailrace"
     command.write_text(COMMAND)
     command.chmod(0o755)
     monkeypatch.setattr(ray_overhead, "TAILRACE", command)
-    ray = SimpleNamespace(address="nowhere", processes=lambda: ([], [daemon]))
+    ray = SimpleNamespace(address="nowhere", processes=lambda: ([], daemons))
     return Run(tmp_path, STEPS, ray)  # type: ignore[arg-type]
 
 
-def test_what_daemons_take_while_the_run_is_stopped_is_not_its(run: Run, daemon: SimpleNamespace) -> None:
+def test_what_daemons_take_while_the_run_is_stopped_is_not_its(run: Run, daemon: Daemon) -> None:
     while not run.looks:
         run.go_on(STEPS, 0.1)
     seen = len(run.looks)
@@ -55,7 +68,7 @@ def test_what_daemons_take_while_the_run_is_stopped_is_not_its(run: Run, daemon:
 
 
 def test_what_daemons_take_while_the_run_goes_on_is_counted(
-    run: Run, daemon: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+    run: Run, daemon: Daemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def look(_run: Run) -> int:
         daemon.times.user += 1.0
@@ -66,6 +79,25 @@ def test_what_daemons_take_while_the_run_goes_on_is_counted(
     run.go_on(STEPS)
     run.end()
     assert run.looks[-1].daemons_cpu_s > run.looks[0].daemons_cpu_s > 0.0
+
+
+def test_of_a_daemon_that_ended_nothing_is_taken_off_the_others(
+    run: Run, daemon: Daemon, daemons: list[Daemon], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = Daemon()
+    other.times.user = 100.0
+    daemons.append(other)
+
+    def look(_run: Run) -> int:
+        daemons[:] = [daemon]
+        daemon.times.user += 1.0
+        return recorded(_run)
+
+    recorded = Run._recorded
+    monkeypatch.setattr(Run, "_recorded", look)
+    run.go_on(STEPS)
+    run.end()
+    assert run.looks[0].daemons_cpu_s > 0.0
 
 
 def test_the_cpu_time_of_daemons_is_judged(run: Run) -> None:
