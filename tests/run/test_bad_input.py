@@ -292,7 +292,8 @@ async def test_a_port_that_is_taken_is_told_before_any_role_is_started(tmp_path:
     port = free_port(count=1 + workers)
     asked = ("--gateway.port", str(port), "--rollouts.agent_workers", str(workers), "--observability.live", "off")
     taken = port + workers
-    refused = pytest.raises(SettingsError, match=rf"gateway.port = {taken}: cannot listen there \(Address already")
+    where = f"at {taken}, as agent worker {workers} has to" if workers else "there"
+    refused = pytest.raises(SettingsError, match=rf"gateway.port = {port}: cannot listen {where} \(Address already")
     with socket.create_server(("127.0.0.1", taken)), refused:
         await train(tiny_settings("--max_steps", "1", *asked, parent=tmp_path), tmp_path)
     assert not (tmp_path / "run" / "events.jsonl").exists()

@@ -39,8 +39,8 @@ def require_free_ports(settings: GatewaySettings, agent_workers: int = 0) -> Non
 
     Or one of those after it, of so many agent workers on this machine.
     """
-    for port in range(settings.port, settings.port + 1 + agent_workers) if settings.port else ():
-        _listener(settings.model_copy(update={"port": port})).close()
+    for worker in range(1 + agent_workers) if settings.port else ():
+        _listener(settings, after=worker).close()
 
 
 class Gateway(Endpoints):
@@ -179,13 +179,16 @@ def make_gateway(made_of: str) -> Gateway:
     return Gateway(settings, model=given.model, secret=given.secret, from_start=given.from_start)
 
 
-def _listener(settings: GatewaySettings) -> socket.socket:
+def _listener(settings: GatewaySettings, *, after: int = 0) -> socket.socket:
+    """At the port of the settings, or so many after it, where an agent worker's is."""
+    address = (settings.host, settings.port + after)
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     is_dual = settings.host == "::" and socket.has_dualstack_ipv6()  # a machine's name may mean its IPv4 address alone
     try:
-        return socket.create_server((settings.host, settings.port), family=family, backlog=4096, dualstack_ipv6=is_dual)
+        return socket.create_server(address, family=family, backlog=4096, dualstack_ipv6=is_dual)
     except OSError as error:
+        where = f"at {address[1]}, as agent worker {after} has to" if after else "there"
         raise SettingsError(
-            f"gateway.host = {settings.host!r}, gateway.port = {settings.port}: cannot listen there "
+            f"gateway.host = {settings.host!r}, gateway.port = {settings.port}: cannot listen {where} "
             f"({error.strerror or error}); choose another address, or port 0 for a free one"
         ) from error
