@@ -58,6 +58,8 @@ class TraceWriter:
         self._free_lanes: defaultdict[str, list[int]] = defaultdict(list)
         self._to_unix_ns = monotonic_to_unix_ns()
         self._tids: dict[tuple[str, int], int] = {}
+        self._named: set[int] = set()
+        """Lanes whose names are written."""
         self._dropped = self._flushed_ns = 0
         self._is_full = self._is_closed = False
         self._before_next = b""
@@ -142,6 +144,7 @@ class TraceWriter:
         except OSError:  # it may have taken a part
             self._before_next = _AFTER_CUT_LINE
             self._dropped += count
+            self._named.clear()
             raise
         self._before_next = b""
         self._left_bytes -= len(lines)
@@ -158,9 +161,9 @@ class TraceWriter:
 
     def _events(self, spans: Sequence[_Span]) -> Iterator[Mapping[str, Json]]:
         for name, track, lane, began_ns, duration_ns, about in spans:
-            tid = self._tids.get((track, lane))
-            if tid is None:
-                tid = self._tids[track, lane] = len(self._tids) + 1
+            tid = self._tids.setdefault((track, lane), len(self._tids) + 1)
+            if tid not in self._named:
+                self._named.add(tid)
                 yield from self._track(tid, track, lane)
             began_us = self._unix_us(began_ns)
             event: dict[str, Json] = {
