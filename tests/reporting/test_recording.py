@@ -201,7 +201,7 @@ async def test_the_first_step_that_is_skipped_for_a_reason_is_told(
     assert writer.close()
     assert observer.totals.skipped_steps == 3
     warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert [message.endswith("; logs/trainer.log says why") for message in warned] == [True, False]
+    assert [message.endswith("; the trainer's log says why") for message in warned] == [True, False]
     assert [message.partition(":")[0] for message in warned] == [
         "step 2 was skipped, and more of 'non_finite' are only counted",
         "step 4 was skipped, and more of 'nothing_trainable' are only counted",

@@ -271,7 +271,7 @@ def refuse_alone(ranks: JoinedRanks, model_folder: Path, written: Path, what: st
     ("what", "says"),
     [
         ("state", "step_000001 is not here"),
-        ("moments", "checkpoint {written} does not fit this run's model: no moments are here"),
+        ("moments", "checkpoint {written} has no moments that can be read: no moments are here"),
     ],
 )
 def test_a_checkpoint_that_one_rank_alone_refuses_is_refused_by_all(

@@ -282,7 +282,7 @@ class RunObserver(SchedulerObserver):
             _logger.warning(
                 "step %d was skipped, and more of %r are only counted: it changed no weight, and its rollouts are "
                 "filtered%s",
-                *(event.step, event.reason, "" if says_all else "; logs/trainer.log says why"),
+                *(event.step, event.reason, "" if says_all else "; the trainer's log says why"),
             )
 
     def _watch_mismatch(self, step: int) -> None:

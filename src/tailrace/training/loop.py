@@ -161,7 +161,7 @@ class _TrainerLoop:
     async def end_early(self, status: RunStatus, reason: str, error: str = "") -> None:
         """Append the terminal event of a loop that failed. A log that is gone is logged, not raised.
 
-        Nor is it an error where the trainer was cancelled: who does so may have written its end before.
+        Nor is it an error where a cancelled trainer's is refused: who cancels it may have written its end before.
         """
         if self._ended:
             return
@@ -173,7 +173,8 @@ class _TrainerLoop:
         try:
             await self._end(status, reason, error)
         except (TransportError, OSError) as failure:
-            level = logging.DEBUG if status is RunStatus.CANCELLED else logging.ERROR
+            is_told = status is RunStatus.CANCELLED and isinstance(failure, TransportError)
+            level = logging.DEBUG if is_told else logging.ERROR
             _log.log(level, "the end of training (%s, %s) could not be logged: %s", status, reason, failure)
 
     async def explained(self, lost: RankLost) -> str:

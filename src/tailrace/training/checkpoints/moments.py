@@ -55,7 +55,7 @@ def other_optimizer(folder: Path, chosen: OptimizerName) -> str:
 
     Raises `CheckpointError` where they cannot be read.
     """
-    with guarded(f"checkpoint {folder.parent} does not fit this run's model", CheckpointError):
+    with guarded(f"checkpoint {folder.parent} has no moments that can be read", CheckpointError):
         kinds = {key.rpartition("/")[2] for key in _written(folder)}
     if not kinds:  # of a run before its first step
         return ""
