@@ -14,8 +14,8 @@ matrices, each by the faster of two libraries, and attention at the same rate) o
 completions of an optimizer step to the longest of them, whatever the per-device batch: they are one generation. `long`
 loads are few draws, whose mean and longest stand in their row. `--sweep` tries TRL's settings instead: per-device
 batches, then eager attention and glibc's own allocator at the best of them; the best three run twice more, in turns,
-and the best median is marked. What it came to stands in `TRL_TUNED`. --quick leaves out bfloat16, which a processor
-without instructions for it computes for minutes.
+and the best median is marked. What it came to stands in `TRL_TUNED`. --quick leaves out ranks, and bfloat16, which a
+processor without instructions for it computes for minutes.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def main() -> None:
     names = [f"{model}-{precision}-{load}" for model, load in LOADS for precision in PRECISIONS]
     chosen = options.choose([*names, *(f"ranks-{model}" for model in MODELS), "logits"])
     if options.quick and not options.cases:
-        chosen = ["small-float32-natural", "ranks-small", "logits"]
+        chosen = ["small-float32-natural", "logits"]
     with tempfile.TemporaryDirectory(prefix="tailrace-trainer-") as folder:
         bench = Bench(Path(folder), options, arguments.sweep)
         rows = [row for name in chosen for row in case_rows(name, bench)]

@@ -287,7 +287,7 @@ def main() -> None:
     names = [f"{workload}-{precision}" for workload, precision in TARGETS]
     chosen = options.choose([*names, "learning"])
     if not options.cases:
-        chosen = ["fixed-bfloat16"] if options.quick else names
+        chosen = ["fixed-float32"] if options.quick else names
     rows: list[SpeedRow | LearningRow] = []
     with tempfile.TemporaryDirectory(prefix="tailrace-vs-trl-") as temporary:
         folder = Path(temporary)
