@@ -67,34 +67,33 @@ def test_what_daemons_take_while_the_run_is_stopped_is_not_its(run: Run, daemon:
     assert run.looks[-1].daemons_cpu_s == 0.0
 
 
-def test_what_daemons_take_while_the_run_goes_on_is_counted(
-    run: Run, daemon: Daemon, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def look(_run: Run) -> int:
-        daemon.times.user += 1.0
-        return recorded(_run)
-
+@pytest.fixture
+def works(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The daemon computes for a second before each look at the run."""
     recorded = Run._recorded
+
+    def look(run: Run) -> int:
+        daemon.times.user += 1.0
+        return recorded(run)
+
     monkeypatch.setattr(Run, "_recorded", look)
+
+
+@pytest.mark.usefixtures("works")
+def test_what_daemons_take_while_the_run_goes_on_is_counted(run: Run) -> None:
     run.go_on(STEPS)
     run.end()
     assert run.looks[-1].daemons_cpu_s > run.looks[0].daemons_cpu_s > 0.0
 
 
+@pytest.mark.usefixtures("works")
 def test_of_a_daemon_that_ended_nothing_is_taken_off_the_others(
     run: Run, daemon: Daemon, daemons: list[Daemon], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = Daemon()
     other.times.user = 100.0
-    daemons.append(other)
-
-    def look(_run: Run) -> int:
-        daemons[:] = [daemon]
-        daemon.times.user += 1.0
-        return recorded(_run)
-
-    recorded = Run._recorded
-    monkeypatch.setattr(Run, "_recorded", look)
+    looks = iter([[daemon, other]])
+    monkeypatch.setattr(run._ray, "processes", lambda: ([], next(looks, daemons)))
     run.go_on(STEPS)
     run.end()
     assert run.looks[0].daemons_cpu_s > 0.0
